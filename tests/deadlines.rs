@@ -190,8 +190,8 @@ const TABLE: &[Row] = &[
     // The longest row comes first.
     row(Ask::Shipping, 1, Far::DriveHangs, stall, &["node 1"]),
     // The node's own server.
-    row(Ask::Attach, 0, Far::Silent, hello, &["the server of this node does not answer"]),
-    row(Ask::Tune, 0, Far::Silent, hello, &["the server of this node does not answer"]),
+    row(Ask::Attach, 0, Far::Silent, hello, &["the server of node 0 does not answer"]),
+    row(Ask::Tune, 0, Far::Silent, hello, &["the server of node 0 does not answer"]),
     row(Ask::Read, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
     row(Ask::Batch, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
     row(Ask::Order, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),

@@ -51,7 +51,8 @@ fn hosts_are_checked_and_each_pair_of_them_is_probed() {
     let shell = ground.at("shell");
     fs::write(
         &shell,
-        "#!/bin/sh\nhost=$1; shift\n[ \"$host\" != broken ] || { echo 'no route to it' >&2; exit 255; }\nexec \"$@\"\n",
+        "#!/bin/sh\nhost=$1; shift\ncase $host in broken*) echo 'no route to it' >&2; exit 255 ;; esac\n\
+         [ \"$host\" != mute ] || exit 7\n[ \"$host\" != chatty ] || { printf 'Welcome \\377\\n'; exit 0; }\nexec \"$@\"\n",
     )
     .unwrap();
     fs::set_permissions(&shell, fs::Permissions::from_mode(0o755)).unwrap();
@@ -70,4 +71,20 @@ fn hosts_are_checked_and_each_pair_of_them_is_probed() {
     assert_eq!(output.status.code(), Some(1));
     let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert!(finding(&reports[1], "dayfly")["detail"].as_str().unwrap().contains("on broken: no route to it"), "{reports}");
+
+    let output = ground.output(&[&hosts[..], &["mute,chatty"]].concat());
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let detail = |number: usize| finding(&reports[number], "dayfly")["detail"].as_str().unwrap();
+    assert!(detail(0).contains("on mute: it ended without an answer (exit status: 7)"), "{reports}");
+    assert!(detail(1).contains("on chatty: 'Welcome ") && detail(1).contains("is not an answer"), "{reports}");
+
+    // A wrong list is refused as by `up`, and no host is contacted.
+    assert!(ground.fails(2, &[&hosts[..], &["n[1-"]].concat()).contains("is not a list of hosts"));
+    assert!(ground.fails(2, &[&hosts[..], &[""]].concat()).contains("--hosts names no host"));
+    let output = ground.output(&[&hosts[..], &["broken[1-2,4]"]].concat());
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(
+        reports.as_array().unwrap().iter().map(|report| &report["host"]).collect::<Vec<_>>(),
+        ["broken1", "broken2", "broken4"]
+    );
 }

@@ -343,6 +343,7 @@ fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
         let start = Instant::now();
         let message = cluster.fails(1, &["stage-in", "d", "/dayfly/d"]);
         assert!(message.contains("node 2") && message.contains("cannot begin"), "{message}");
+        assert!(message.contains("the folder was removed, so create it again"), "{message}");
         assert!(start.elapsed() < Deadlines::DEFAULT.request, "{:?}", start.elapsed());
     }
     fs::create_dir(&data_dir).unwrap();

@@ -14,49 +14,9 @@ use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::TREE_WIDTH;
-use harness::{Cluster, Ground, signal, text, wait_for, wait_until};
+use harness::hosts::Hosts;
+use harness::{Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
-
-/// Creates a ground with a stand-in for `ssh`, which runs commands on this machine and records the
-/// host and the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
-struct Hosts(Ground);
-
-impl Hosts {
-    fn new() -> Self {
-        let ground = Ground::new();
-        let script = format!(
-            r#"#!/bin/sh
-while [ "${{1#-}}" != "$1" ]; do shift 2; done
-host=$1; shift
-echo "$host $PPID" >> {notes}
-case $host in
-    silent) exec sleep 100 ;;
-    broken) echo "ssh: connect to host broken port 22: No route to host" >&2; exit 255 ;;
-esac
-exec sh -c "$*"
-"#,
-            notes = ground.at("notes").display()
-        );
-        fs::create_dir(ground.at("bin")).unwrap();
-        fs::write(ground.at("bin/ssh"), script).unwrap();
-        fs::set_permissions(ground.at("bin/ssh"), fs::Permissions::from_mode(0o755)).unwrap();
-        Self(ground)
-    }
-
-    fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = self.0.dayfly();
-        let path = format!("{}:{}", self.0.at("bin").display(), std::env::var("PATH").unwrap());
-        command.env("PATH", path).args(arguments).args(["--memory", "32MiB", "--capacity", "16MiB"]);
-        command
-    }
-
-    fn up(self, arguments: &[&str]) -> (Cluster, String) {
-        let output = harness::output_of(&mut self.command(&[&["up"], arguments].concat()));
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        let id = text(&output.stdout).trim().to_owned();
-        (Cluster { ground: self.0, id }, text(&output.stderr))
-    }
-}
 
 /// SEMANTICS: "A session lives as long as its supervisor is heard: if the supervisor, which is `run` or
 /// a process that `up` leaves behind, is killed, cut off for 6 s or has exited, its servers exit."
@@ -121,6 +81,33 @@ fn a_node_that_does_not_join_is_named_in_time() {
     cluster.down();
     let message = hosts.0.fails(2, &["up", "--hosts", "h1", "--min-nodes", "2"]);
     assert!(message.contains("--min-nodes asks for 2"), "{message}");
+}
+
+#[test]
+fn the_files_of_a_session_are_private_whatever_the_umask() {
+    let ground = Ground::new();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "umask 000; exec \"$0\" up --local 2"]).arg(ground.dayfly().get_program());
+    for (name, value) in ground.dayfly().get_envs() {
+        if let Some(value) = value {
+            shell.env(name, value);
+        }
+    }
+    let output = harness::output_of(shell.current_dir(ground.work.path()).env("SLURM_JOB_ID", "7"));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let folder = dayfly_client::locate::runtime_dir_in(ground.runtime.path()).join(text(&output.stdout).trim());
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let entry = entry.unwrap();
+        let name = entry.file_name().into_string().unwrap();
+        assert_eq!(entry.metadata().unwrap().permissions().mode() & 0o777, 0o600, "{name}");
+        names.push(name);
+    }
+    for name in ["job", "node-0.sock", "node-1.lock", "node-1.log", "supervisor.lock", "data-dirs"] {
+        assert!(names.iter().any(|found| found == name), "no {name} in {names:?}");
+    }
+    ground.ok(&["down"]);
+    ground.assert_clean();
 }
 
 #[test]
@@ -195,6 +182,21 @@ fn an_interrupted_start_leaves_nothing() {
     }
 }
 
+#[test]
+fn two_commands_may_end_a_session_at_once() {
+    let ground = Ground::new();
+    for _ in 0..5 {
+        ground.ok(&["up", "--local", "3"]);
+        std::thread::scope(|scope| {
+            for ending in [0, 1].map(|_| scope.spawn(|| ground.output(&["down"]))) {
+                let output = ending.join().unwrap();
+                assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+            }
+        });
+        ground.assert_clean();
+    }
+}
+
 /// SEMANTICS: "Within a job, commands use that job's session, and never another job's."
 #[test]
 fn commands_in_a_job_use_the_session_of_that_job() {
@@ -216,6 +218,9 @@ fn commands_in_a_job_use_the_session_of_that_job() {
     let (_, message, is_done) = of_job("9", &["status"]);
     assert!(!is_done && message.contains("no session of yours"), "a session of another job is not used: {message}");
     assert!(ground.fails(1, &["status"]).contains("you have 2 sessions"));
+    let unknown = text(&harness::output_of(ground.dayfly().arg("status").env("DAYFLY_SESSION", " x")).stderr);
+    assert!(unknown.contains("DAYFLY_SESSION is ' x', but you have no such session on this machine (running: "), "{unknown}");
+    assert!(unknown.contains(&seven) && unknown.contains(&eight) && unknown.contains("; unset it"), "{unknown}");
     assert!(of_job("7", &["down"]).2 && of_job("8", &["down"]).2);
     ground.assert_clean();
 }
@@ -251,46 +256,6 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     assert!(text(&message.stderr).contains("end with the job"), "{}", text(&message.stderr));
 }
 
-/// Uses stand-ins for launchers that are not available here. They start programs as the real ones
-/// do: `pbsdsh`, for example, starts one for each slot.
-#[test]
-fn each_manager_is_used_through_its_own_commands_and_variables() {
-    let name = nix::unistd::gethostname().unwrap().into_string().unwrap();
-    for (program, script, variables, job) in [
-        (
-            "pbsdsh",
-            "[ \"$1\" = -- ] && shift; \"$@\" < /dev/null & exec \"$@\" < /dev/null",
-            ["PBS_JOBID", "PBS_NODEFILE"],
-            "pbs:7",
-        ),
-        ("blaunch", "[ \"$1\" = -z ] && shift 2; exec \"$@\" < /dev/null", ["LSB_JOBID", "LSB_DJOB_HOSTFILE"], "lsf:7"),
-        ("flux", "[ \"$1\" = getattr ] && exec uname -n; shift; exec \"$@\"", ["FLUX_ENCLOSING_ID", "FLUX_URI"], "flux:7"),
-    ] {
-        let ground = Ground::new();
-        fs::create_dir(ground.at("bin")).unwrap();
-        fs::write(ground.at("bin").join(program), format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(ground.at("bin").join(program), fs::Permissions::from_mode(0o755)).unwrap();
-        fs::write(ground.at("nodes"), format!("{name}\n{name}\n")).unwrap();
-        let dayfly = |arguments: &[&str]| {
-            let mut command = ground.dayfly();
-            command.env("PATH", format!("{}:{}", ground.at("bin").display(), std::env::var("PATH").unwrap()));
-            let output = harness::output_of(command.args(arguments).env(variables[0], "7").env(variables[1], ground.at("nodes")));
-            assert!(output.status.success(), "{program}: {}", text(&output.stderr));
-            text(&output.stdout)
-        };
-        let id = dayfly(&["up", "--memory", "32MiB"]);
-        let status: serde_json::Value = serde_json::from_str(&dayfly(&["status", "--json"])).unwrap();
-        assert_eq!(status["nodes"].as_array().unwrap().len(), 1, "{program}");
-        let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
-        assert_eq!(fs::read_to_string(user.join(id.trim()).join("job")).unwrap(), job);
-        assert!(
-            fs::read_dir(ground.work.path()).unwrap().all(|entry| !entry.unwrap().file_name().to_str().unwrap().contains(".key"))
-        );
-        dayfly(&["down"]);
-        ground.assert_clean();
-    }
-}
-
 #[test]
 fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     let hosts = Hosts::new();
@@ -306,70 +271,6 @@ fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     signal(supervisor, Signal::SIGTERM);
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
-}
-
-#[test]
-fn the_key_file_of_a_killed_start_is_removed_by_clean() {
-    let ground = Ground::new();
-    let mut up = ground.dayfly();
-    up.args(["up", "--foreground", "--launcher", "manual", "--nodes", "2", "--key-file", "here.key"]);
-    let mut up = up.spawn().unwrap();
-    let key = ground.at("here.key");
-    wait_until("the key file exists", || key.exists());
-    up.kill().unwrap();
-    up.wait().unwrap();
-    assert!(key.exists());
-    ground.ok(&["clean"]);
-    assert!(!key.exists(), "clean removes it");
-    ground.assert_clean();
-}
-
-#[test]
-fn servers_can_be_started_by_hand() {
-    let ground = Ground::new();
-    let key = ground.at("key");
-    let mut up = ground.dayfly();
-    up.args(["up", "--launcher", "manual", "--nodes", "2", "--memory", "32MiB", "--key-file"]).arg(&key);
-    let mut up = up.stdout(Stdio::piped()).spawn().unwrap();
-    wait_until("the key file exists", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}\n")));
-    assert_eq!(fs::metadata(&key).unwrap().permissions().mode() & 0o777, 0o600);
-    let copy = ground.at("copy");
-    fs::copy(&key, &copy).unwrap();
-    let port = serde_json::from_slice::<serde_json::Value>(&fs::read(&key).unwrap()).unwrap()["supervisor"][0]
-        .as_str()
-        .unwrap()
-        .rsplit(':')
-        .next()
-        .unwrap()
-        .to_owned();
-    let mut first = ground.dayfly().args(["serve", "--key-file"]).arg(&key).spawn().unwrap();
-    let user = dayfly_client::locate::runtime_dir_in(ground.runtime.path());
-    let of_first = format!("starting-{}.lock", first.id());
-    wait_until("the first server has joined", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
-    for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // These signals are meant for the job, so a server that waits for others ignores them.
-        signal(first.id() as i32, number);
-    }
-    let mut second = ground
-        .dayfly()
-        .args(["serve", "--rendezvous", &format!("localhost:{port}")])
-        .stdin(fs::File::open(&copy).unwrap())
-        .spawn()
-        .unwrap();
-    assert!(wait_for(&mut up, Duration::from_secs(10)).unwrap().success());
-    assert!(!key.exists(), "the key file is removed once all servers have joined");
-    ground.ok(&["verify", "--from-every-node"]);
-    ground.ok(&["down"]);
-    for server in [&mut first, &mut second] {
-        assert!(wait_for(server, Duration::from_secs(10)).unwrap().success());
-    }
-    ground.assert_clean();
-    // Try a server that comes too late, and servers without an invitation.
-    let late = harness::output_of(ground.dayfly().args(["serve", "--key-file"]).arg(&copy));
-    assert!(text(&late.stderr).contains("cannot reach the supervisor"), "{}", text(&late.stderr));
-    assert!(ground.fails(2, &["serve"]).contains("needs the invitation that 'dayfly up' writes"));
-    assert!(ground.fails(1, &["serve", "--key-file", "missing"]).contains("'missing'"));
-    assert!(ground.fails(2, &["up", "--launcher", "manual"]).contains("--nodes"));
 }
 
 #[test]

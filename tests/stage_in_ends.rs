@@ -138,7 +138,7 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
         let (summary, _) = stage_in(arguments);
         assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(9), Some(8)), "{summary}");
         let notes = summary["notes"].to_string();
-        assert!(notes.contains("'0.txt' of") && notes.contains("col/c.tar"), "{notes}");
+        assert!(notes.contains("'0.txt' from") && notes.contains("col/c.tar"), "{notes}");
         assert_eq!(cluster.ok(&["cat", "/dayfly/x/3.txt"]), "3 of c");
     }
     let output = cluster.output(&["stage-in", "--on-conflict", "replace", "col/*.tar", "/dayfly/y"]);

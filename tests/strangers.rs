@@ -134,6 +134,12 @@ fn another_user_sees_and_reaches_nothing() {
     // The stranger's commands find only the stranger's own sessions.
     let down = commons.dayfly(STRANGER, &["down"]);
     assert!(text(&down.stdout).contains("nothing to do"), "{}", text(&down.stderr));
+    // Root sees the session, and is told whose it is.
+    let mut down = Command::new(commons.at("dayfly"));
+    down.arg("down").env("DAYFLY_RUNTIME_DIR", commons.at("run")).env("DAYFLY_SESSION", text(&up.stdout).trim());
+    let down = output_of(&mut down);
+    assert_eq!(down.status.code(), Some(1), "{}", text(&down.stdout));
+    assert!(text(&down.stderr).contains(&format!("a session of user {OWNER}; only that user")), "{}", text(&down.stderr));
     assert!(commons.dayfly(OWNER, &["down"]).status.success());
     wait_until("nothing is left", || fs::read_dir(commons.at("run")).unwrap().next().is_none());
     assert!(fs::read_dir(commons.at("drive")).unwrap().next().is_none());
@@ -170,6 +176,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
                 {
                     assert!(message.contains(word), "{script}: no '{word}' in: {message}");
                 }
+                assert!(!message.contains("; or "), "an alternative follows only another one: {message}");
             }
             if trap.is_dir() {
                 assert_eq!(fs::read_dir(&trap).unwrap().count(), 0, "nothing was put into it");
@@ -196,6 +203,31 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         &trap,
     );
     assert!(commons.dayfly(OWNER, &["clean"]).status.success());
+}
+
+#[test]
+fn a_session_whose_folder_cannot_be_searched_is_not_taken_for_dead() {
+    let Some(commons) = Commons::new() else { return };
+    let up = commons.dayfly(OWNER, &["up", "--local", "1"]);
+    assert!(up.status.success(), "{}", text(&up.stderr));
+    let id = text(&up.stdout).trim().to_owned();
+    let folder = commons.at(&format!("run/dayfly-{OWNER}/{id}"));
+    let mode = |mode: u32| fs::set_permissions(&folder, fs::Permissions::from_mode(mode)).unwrap();
+    for mask in [0o000, 0o300, 0o400, 0o600] {
+        mode(mask);
+        for command in ["status", "down", "clean", "up"] {
+            let output = commons.dayfly(OWNER, &[command]);
+            let message = text(&output.stderr);
+            assert!(!output.status.success(), "{mask:o} {command}: {}", text(&output.stdout));
+            assert!(
+                message.contains("cannot tell whether the session in") && message.contains("'chmod 700' lets you"),
+                "{mask:o} {command}: {message}"
+            );
+        }
+    }
+    mode(0o700);
+    let down = commons.dayfly(OWNER, &["down"]);
+    assert!(text(&down.stdout).contains("1 node ended"), "{}", text(&down.stderr));
 }
 
 #[test]

@@ -137,6 +137,22 @@ fn a_signal_ends_run_even_if_its_messages_are_not_read() {
     ground.assert_clean();
 }
 
+/// Returns the same command with its standard output closed.
+fn closed(command: &Command) -> Command {
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => shell.env(name, value),
+            None => shell.env_remove(name),
+        };
+    }
+    if let Some(folder) = command.get_current_dir() {
+        shell.current_dir(folder);
+    }
+    shell
+}
+
 /// SEMANTICS: "If standard output cannot be written, a command that would have succeeded exits with 1
 /// and names standard output; if the reader has gone, it prints nothing about that."
 #[test]
@@ -175,6 +191,11 @@ fn output_that_cannot_be_written_is_an_error_that_names_it() {
             assert_eq!(message.contains("standard output"), is_reported, "{arguments:?}: {message}");
             assert!(!is_reported || status.code() == Some(1), "{arguments:?}: {status}, {message}");
         }
+        if arguments[0] != "top" {
+            let output = output_of(closed(cluster.dayfly().args(arguments)).stdin(Stdio::null()));
+            let message = text(&output.stderr);
+            assert!(output.status.code() == Some(1) && message.contains("standard output"), "{arguments:?}: {message}");
+        }
     }
     cluster.down();
 }
@@ -184,10 +205,14 @@ fn output_that_cannot_be_written_is_an_error_that_names_it() {
 fn a_session_whose_id_cannot_be_printed_ends() {
     let ground = Ground::new();
     for options in [&[][..], &["--foreground"]] {
-        for stdout in [full as fn() -> Stdio, unread] {
+        for stdout in [Some(full as fn() -> Stdio), Some(unread), None] {
             let mut command = ground.dayfly();
             command.args(["up", "--local", "1"]).args(options);
-            let mut child = command.stdout(stdout()).stderr(Stdio::piped()).spawn().unwrap();
+            match stdout {
+                Some(stdout) => drop(command.stdout(stdout())),
+                None => command = closed(&command),
+            }
+            let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
             let status = wait_for(&mut child, LIMIT).expect("it exits");
             let message = text(&child.wait_with_output().unwrap().stderr);
             assert_eq!(status.code(), Some(1), "{message}");

@@ -86,10 +86,7 @@ impl Session {
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _deferral = cancellation::defer();
         let path = location.socket(node);
-        let (mut socket, welcome, files) = open(&path, None).map_err(|error| match error {
-            ClientError::Server(error) => ClientError::Server(std::io::Error::new(error.kind(), format!("node {node}: {error}"))),
-            error => error,
-        })?;
+        let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
             return Err(ClientError::Protocol("the first answer is not a welcome"));
         };

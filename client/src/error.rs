@@ -3,6 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
+use dayfly_meta::id::NodeId;
+
 use crate::privacy::NotPrivate;
 
 /// Why a session cannot be found, attached to, or read.
@@ -12,12 +14,23 @@ pub enum ClientError {
     #[error("no session of yours is running on this machine; start one with 'dayfly up' or 'dayfly run'")]
     NoSession,
     /// The named session is not on this machine.
-    #[error("session {name} is not running on this machine{}", list(.running))]
+    #[error(
+        "DAYFLY_SESSION is '{name}', but you have no such session on this machine{}; unset it, or name a session of yours",
+        list(.running)
+    )]
     Unknown {
-        /// The name, which usually comes from `DAYFLY_SESSION`.
+        /// The value of `DAYFLY_SESSION`.
         name: String,
         /// The sessions that are running here.
         running: Vec<String>,
+    },
+    /// The named session is another user's.
+    #[error("DAYFLY_SESSION is '{name}', a session of user {owner}; only that user can use or end it, so unset DAYFLY_SESSION")]
+    Foreign {
+        /// The value of `DAYFLY_SESSION`.
+        name: String,
+        /// The number of the user.
+        owner: u32,
     },
     /// There are several sessions and none was named.
     #[error("you have {} sessions on this machine; name one with DAYFLY_SESSION{}", .0.len(), list(.0))]
@@ -33,8 +46,16 @@ pub enum ClientError {
         nodes: Vec<String>,
     },
     /// The folder of sessions belongs to another user, or others could write to it.
-    #[error("{0}; or set DAYFLY_RUNTIME_DIR to a folder of your own")]
+    #[error("{0}; to use another folder of your own, set DAYFLY_RUNTIME_DIR to its path")]
     NotPrivate(#[from] NotPrivate),
+    /// This user may not look into a session's folder.
+    #[error("cannot tell whether the session in '{}' is running: {error}; 'chmod 700' lets you use the folder again", folder.display())]
+    Unsearchable {
+        /// The folder's path.
+        folder: PathBuf,
+        /// The error of the operating system.
+        error: io::Error,
+    },
     /// A folder of sessions cannot be created or read.
     #[error("cannot use '{}' for sessions' sockets and locks: {error}; {}", folder.display(), way_out(.error))]
     Folder {
@@ -58,6 +79,14 @@ pub enum ClientError {
     /// The server cannot be reached or does not answer in time.
     #[error("the server of this node does not answer: {0}")]
     Server(#[from] io::Error),
+    /// The server of a named node cannot be reached or does not answer in time.
+    #[error("the server of node {node} does not answer: {error}")]
+    NodeServer {
+        /// The number of the node.
+        node: NodeId,
+        /// The error of the connection.
+        error: io::Error,
+    },
     /// The server rejects the request. The text is the server's reason.
     #[error("{0}")]
     Refused(String),
@@ -115,6 +144,16 @@ pub enum ClientError {
         /// The checksum of the bytes that were read.
         found: u32,
     },
+}
+
+impl ClientError {
+    /// Names the node whose server does not answer.
+    pub fn of_node(self, node: NodeId) -> Self {
+        match self {
+            Self::Server(error) => Self::NodeServer { node, error },
+            error => error,
+        }
+    }
 }
 
 /// Advice for a folder of sessions that cannot be used.

@@ -12,7 +12,7 @@ mod watch;
 
 use std::env;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -91,7 +91,7 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
         let lock = lock_patiently(&folder.join(SUPERVISOR_LOCK))?.ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?;
         fs::write(folder.join(SUPERVISOR_LOCK), std::process::id().to_string())?;
         if let Some(job) = job {
-            fs::write(folder.join(JOB), job)?;
+            write_private(&folder.join(JOB), job.as_bytes())?;
         }
         Ok(lock)
     });
@@ -127,7 +127,7 @@ pub fn enter(
         let path = folder.join(format!("starting-{}.lock", std::process::id()));
         let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
         if let Some(job) = job.filter(|_| supervisor_lock.is_some()) {
-            fs::write(folder.join(JOB), job)?;
+            write_private(&folder.join(JOB), job.as_bytes())?;
         }
         Ok(lock)
     })
@@ -180,6 +180,16 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
+/// Writes a file of a session's folder, which only this user can read.
+///
+/// # Errors
+///
+/// If the file cannot be created or written.
+pub fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
+    let mut file = OpenOptions::new().create(true).truncate(true).write(true).mode(0o600).open(path)?;
+    file.write_all(content)
+}
+
 /// Returns all folders of sessions, whether they are running or left over.
 ///
 /// # Errors
@@ -208,7 +218,13 @@ pub fn all(folder: &Path) -> Result<Vec<SessionFolder>, ClientError> {
 ///
 /// Same as for [`all`].
 pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
-    Ok(all(&runtime_dir())?.into_iter().filter(|location| !location.live_nodes().is_empty()).collect())
+    let mut running = Vec::new();
+    for location in all(&runtime_dir())? {
+        if location.is_running()? {
+            running.push(location);
+        }
+    }
+    Ok(running)
 }
 
 /// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of this job,
@@ -218,16 +234,22 @@ pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
 ///
 /// If no session is running, the named one is not running, or several are possible.
 pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
-    let mut running = running()?;
     let names = |running: &[SessionFolder]| running.iter().map(|location| location.session.to_string()).collect::<Vec<_>>();
     if let Some(name) = env::var_os(SESSION_VARIABLE).filter(|name| !name.is_empty()) {
         let name = name.to_string_lossy().into_owned();
-        let found = running.iter().position(|location| location.session.to_string() == name);
-        return match found {
-            Some(found) => Ok(running.swap_remove(found)),
-            None => Err(ClientError::Unknown { name, running: names(&running) }),
-        };
+        let mut all = all(&runtime_dir())?;
+        if let Some(found) = all.iter().position(|location| location.session.to_string() == name)
+            && all[found].is_running()?
+        {
+            return Ok(all.swap_remove(found));
+        }
+        if let Some(owner) = foreign_owner(&name) {
+            return Err(ClientError::Foreign { name, owner });
+        }
+        all.retain(|location| location.is_running().unwrap_or(false));
+        return Err(ClientError::Unknown { name, running: names(&all) });
     }
+    let mut running = running()?;
     if job.is_some() {
         let of_job = |location: &SessionFolder| location.job().as_deref() == job;
         if running.iter().any(of_job) {
@@ -241,6 +263,16 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
         1 => Ok(running.remove(0)),
         _ => Err(ClientError::Ambiguous(names(&running))),
     }
+}
+
+/// Returns the user who has a session with this id, if that is another user whose folder this
+/// process may search, as root may.
+fn foreign_owner(name: &str) -> Option<u32> {
+    name.parse::<SessionId>().ok()?;
+    let users = fs::read_dir(runtime_base()).into_iter().flatten().flatten();
+    let users = users.filter(|entry| entry.file_name().as_encoded_bytes().starts_with(b"dayfly-"));
+    let folder = users.map(|entry| entry.path().join(name)).find_map(|folder| fs::symlink_metadata(folder).ok())?;
+    (folder.uid() != geteuid().as_raw()).then(|| folder.uid())
 }
 
 impl SessionFolder {
@@ -298,6 +330,25 @@ impl SessionFolder {
             names.filter_map(number).map(NodeId).filter(|&node| is_locked(&self.lock_path(node))).collect();
         nodes.sort_unstable();
         nodes
+    }
+
+    /// Returns whether a server of the session lives on this machine.
+    ///
+    /// # Errors
+    ///
+    /// If the folder cannot be searched, so that nobody can tell.
+    pub fn is_running(&self) -> Result<bool, ClientError> {
+        match self.entries() {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+            Err(error) => Err(ClientError::Unsearchable { folder: self.folder.clone(), error }),
+            Ok(_) => Ok(!self.live_nodes().is_empty()),
+        }
+    }
+
+    /// Lists the folder, provided that its files can be opened too: the path leads through the
+    /// folder, which takes the permission to search it.
+    fn entries(&self) -> io::Result<fs::ReadDir> {
+        fs::read_dir(self.folder.join("."))
     }
 
     /// Returns the process id of a node's server, if it lives.
@@ -367,9 +418,13 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// If `remove` fails.
+    /// If the folder cannot be searched, and if `remove` fails.
     pub fn remove_if_last(&self, remove: impl FnOnce() -> io::Result<()>) -> io::Result<bool> {
-        let others = fs::read_dir(&self.folder).into_iter().flatten().flatten().map(|entry| entry.path());
+        let entries = match self.entries() {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            entries => entries,
+        };
+        let others = entries.into_iter().flatten().flatten().map(|entry| entry.path());
         let is_lock = |path: &PathBuf| path.extension().is_some_and(|kind| kind == "lock") && !path.ends_with(SUPERVISOR_LOCK);
         if others.filter(is_lock).any(|path| is_locked(&path)) {
             return Ok(false);

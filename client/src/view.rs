@@ -41,7 +41,7 @@ pub enum ViewError {
     #[error("file name too long")]
     TooLong,
     /// The path is not in the namespace. The value is the prefix.
-    #[error("not in the namespace, which is at '{}'", display(.0))]
+    #[error("it is not in the namespace, which is at '{}'", display(.0))]
     Elsewhere(Vec<u8>),
     /// A symlink leads out of the namespace. The value is its destination.
     #[error("it leads out of the namespace, to '{}'", display(.0))]

@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(list(&catalog, b""), Vec::<String>::new());
     }
 
-    /// Reads everything that a client could ask for, which must not panic.
+    /// Reads everything that a client could ask for. No read may panic.
     fn read_all(catalog: &Catalog) {
         for id in 0..=catalog.header().entries.min(100) {
             let Some(entry) = catalog.entry(EntryId(id)) else { continue };

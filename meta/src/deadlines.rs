@@ -1,7 +1,7 @@
-//! How long each wait in a session may take.
-//! The launcher chooses the deadlines, the invitation carries them to every server, and a server
-//! passes to its clients those that concern them. Tests run sessions with a tenth of the defaults.
-//! [`Deadlines::check`] verifies the relations between deadlines either way.
+//! How long each wait in a session may take. The launcher chooses the deadlines, the invitation
+//! carries them to every server, and each server passes on to its clients the ones that concern
+//! them. Tests run sessions with a tenth of the defaults. [`Deadlines::check`] verifies the
+//! relations between deadlines in both cases.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 /// A relation between two deadlines that does not hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("these deadlines contradict each other: {0}")]
+#[error("these deadlines break a rule: {0}")]
 pub struct DeadlineError(pub &'static str);
 
 /// Declares the table once: the fields, their defaults, and the functions that visit every field.
@@ -44,14 +44,13 @@ deadlines! {
     connect = Duration::from_secs(2);
     /// How long the handshake of a new connection may take.
     handshake = Duration::from_secs(2);
-    /// How long to wait before dialing a peer again that could not be reached.
+    /// How long to wait before redialing a peer that could not be reached.
     redial = Duration::from_secs(1);
     /// How long a request to a peer may go without progress.
     request = Duration::from_secs(5);
-    /// How long a peer may send no byte before it counts as lost.
+    /// How long a peer may go without sending a byte before it counts as lost.
     peer_lost = Duration::from_secs(5);
-    /// How long a link may deliver no byte, while other links of the same peer do, before it is
-    /// replaced.
+    /// How long a link may go without delivering a byte, while other links to the same peer deliver some, before it is replaced.
     link_silent = Duration::from_secs(2);
     /// How often a ping is sent on every connection.
     ping_interval = Duration::from_secs(1);
@@ -63,33 +62,33 @@ deadlines! {
     /// How often a server advances the heartbeat on its status page.
     heartbeat_interval = Duration::from_secs(1);
     /// How long the heartbeat may stand still before a client that waits for its server gives up. A
-    /// client counts this in polls that it made itself, so a client that was stopped does not find
-    /// the time expired when it continues.
+    /// client measures this time in its own polls, so a client that was stopped does not find the
+    /// time expired when it continues.
     heartbeat = Duration::from_secs(5);
-    /// How long a server waits for a client that reads nothing from its socket, before it revokes
+    /// How long a server waits for a client that reads nothing from its socket before it revokes
     /// the client's leases.
     send = Duration::from_secs(5);
     /// How long a request waits for room in the arena before the server asks all holders of leases
     /// to release them.
     recall_after = Duration::from_millis(500);
-    /// How long a client may keep its leases after that. If a request still waits then, the server
-    /// revokes leases, those of the largest holder first.
+    /// How long a client may keep its leases after it was asked to release them. If a request is
+    /// still waiting then, the server revokes leases, those of the largest holder first.
     recall = Duration::from_secs(5);
     /// How often the supervisor renews its lease over each server, and each server answers.
     lease_interval = Duration::from_secs(1);
-    /// How long a server serves without a renewal of its lease before it exits. The time is counted in intervals, so a server that
-    /// was stopped does not find the time expired when it continues.
+    /// How long a server keeps serving without a renewal of its lease before it exits. The time is
+    /// counted in intervals, so a server that was stopped does not find the time expired when it
+    /// continues.
     lease = Duration::from_secs(6);
     /// How long a node may take to prepare a dataset: it reads the catalog from another node and checks all of it.
     prepare = Duration::from_secs(300);
     /// How long a batch waits for room at its owner, whose drive may be slow. This is back
     /// pressure, not failure: a dead owner is noticed by its silence much sooner. The sender waits
-    /// a little longer, see [`Deadlines::offer`].
+    /// a little longer; see [`Deadlines::offer`].
     landing = Duration::from_secs(60);
-    /// How long the sender of a batch waits for the owner, see [`Deadlines::landing`].
+    /// How long the sender of a batch waits for the owner; see [`Deadlines::landing`].
     offer = Duration::from_secs(70);
-    /// How long a batch waits for room before the owner makes the kernel write out what was buffered
-    /// before.
+    /// How long a batch waits for room before the owner makes the kernel write out what it has buffered so far.
     landing_patience = Duration::from_millis(100);
     /// How long a request waits for room in the arena while all of it is leased.
     arena = Duration::from_secs(15);
@@ -106,8 +105,7 @@ deadlines! {
     stall = Duration::from_secs(300);
     /// How long a node may go without reporting before the coordinator aborts the stage-in.
     node_silent = Duration::from_secs(15);
-    /// How long the coordinator may hold a worker's request for a unit while there is none. The
-    /// worker then asks again.
+    /// How long the coordinator may hold a worker's request for a unit while no unit is free. The worker then asks again.
     unit = Duration::from_millis(2500);
     /// How long an exiting server tries to send its last answer. After that, the client learns of
     /// the exit from the closed connection.
@@ -127,8 +125,8 @@ impl Deadlines {
     /// shortest deadlines would vanish.
     pub const DIVISOR_MAX: u32 = 20;
     /// A peer counts as lost, and a link is replaced, only after this many checks without a byte. A
-    /// process that was stopped or starved finds that much time has passed while bytes have arrived
-    /// that it has not read yet.
+    /// process that was stopped or starved finds that much time has passed, although bytes have
+    /// arrived in the meantime that it has not read yet.
     pub const LOOKS_MIN: u32 = 4;
 
     /// Checks the relations between the deadlines: a wait within another wait must be the shorter
@@ -157,10 +155,10 @@ impl Deadlines {
             ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all checks fit into the time after which a peer counts as lost";
             ms(self.ping_interval) * 2 <= ms(self.request), "a wait for news of a stage-in is shorter than its request";
             ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
-            ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches before it may take";
+            ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches ahead of it may take";
             ms(self.arena) + ms(self.request) < ms(self.server), "a client waits longer than its server's wait for room and its request together";
             ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives up on its server";
-            ms(self.heartbeat) < ms(self.server), "a client notices that its server stands still before its own wait expires";
+            ms(self.heartbeat) < ms(self.server), "a client notices that its server has stopped before its own wait expires";
             ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for the requests that wait for their room";
             ms(self.request) < ms(self.node_silent), "a node may miss a report before the coordinator aborts its stage-in";
             ms(self.progress_interval) < ms(self.request), "a node's reports are more frequent than the deadline of one report";
@@ -186,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn deadlines_that_do_not_go_together_are_refused() {
+    fn deadlines_that_break_a_rule_are_rejected() {
         let defaults = Deadlines::DEFAULT;
         let wrong = [
             Deadlines { ping_interval: defaults.peer_lost / 2, ..defaults },

@@ -46,7 +46,7 @@ impl fmt::Display for SessionId {
     }
 }
 
-/// A text that is not a session id.
+/// Text that is not a session id.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 #[error("a session id is 16 hexadecimal digits")]
 pub struct InvalidSessionId;

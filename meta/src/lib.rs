@@ -1,5 +1,5 @@
-//! The types and file formats that all processes of a Dayfly session share: identifiers, bounds, the catalog, the locations
-//! table, placement, and messages. A value of this crate means the same in a server, in a client, and on the wire.
+//! The types and file formats that all processes of a Dayfly session share: identifiers, bounds, the catalog, the locations table,
+//! placement, and messages. A value of one of these types means the same in a server, in a client, and on the wire.
 //!
 //! The parts, from the bottom up:
 //!
@@ -14,7 +14,7 @@
 //!
 //! # Example
 //!
-//! A stage-in asks [`placement`] for the owner of a block, records it in the catalog, and every node looks it up there:
+//! A stage-in asks [`placement`] for the owner of a block and records it in the catalog, where every node looks it up:
 //!
 //! ```
 //! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind};

@@ -21,13 +21,13 @@ pub const PAGE_SIZE: u64 = 4096;
 /// first chunk while the next ones are on their way.
 pub const CHUNK_LEN: u64 = 4 << 20;
 
-/// Length of one name, as Linux's `NAME_MAX`: a longer name could not be exported.
+/// Length of one name. It equals Linux's `NAME_MAX`, because a longer name could not be exported.
 pub const NAME_LEN_MAX: usize = 255;
-/// Length of one path within a dataset, as Linux's `PATH_MAX`.
+/// Length of one path within a dataset. It equals Linux's `PATH_MAX`.
 pub const PATH_LEN_MAX: usize = 4096;
-/// Length of a symlink's target, as Linux's `PATH_MAX` without the final NUL.
+/// Length of a symlink's target. It equals Linux's `PATH_MAX` without the final NUL.
 pub const SYMLINK_LEN_MAX: usize = 4095;
-/// Symlinks followed in one lookup. Linux follows as many before it fails with `ELOOP`.
+/// Symlinks followed in one lookup. Linux follows the same number before it fails with `ELOOP`.
 pub const SYMLINKS_FOLLOWED_MAX: usize = 40;
 /// Length of an extended header or a long name in a tar. Real ones take hundreds of bytes; a longer
 /// one is an attack on our memory.
@@ -48,17 +48,16 @@ pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
 /// this.
 pub const LIST_LEN_MAX: u64 = 256 << 20;
 
-/// Entries (names) of one dataset. Entries are numbered in 32 bits, and the index needs the 0 for
-/// free slots.
+/// Entries (names) of one dataset. Entries are numbered in 32 bits, and the index uses 0 for free slots.
 pub const ENTRIES_MAX: u64 = (u32::MAX - 1) as u64;
 /// Memory that the coordinator needs to resolve one hard link, in bytes, not counting three copies
 /// of its name and of its target.
 pub const HARD_LINK_MEMORY: usize = 600;
-/// Directories of one dataset if `--max-directories` is not given: this many, plus
+/// Directories in one dataset if `--max-directories` is not given: this many, plus
 /// [`DIRECTORIES_PER_FILE_MAX`] for each file. A small archive could otherwise create millions of
 /// directories on every node.
 pub const DIRECTORIES_MAX_DEFAULT: u64 = 1_000_000;
-/// Further directories that each file of a dataset allows, see [`DIRECTORIES_MAX_DEFAULT`].
+/// Further directories that each file of a dataset allows; see [`DIRECTORIES_MAX_DEFAULT`].
 pub const DIRECTORIES_PER_FILE_MAX: u64 = 4;
 /// Archive members below a path that is a directory in one source and something else in another.
 /// The coordinator replays them in memory.
@@ -70,12 +69,13 @@ pub const SKIPPED_SHOWN_MAX: usize = 500;
 /// Length of each note in a summary, in characters.
 pub const NOTE_LEN_MAX: usize = 400;
 
-/// Nodes of a session. Catalogs name the owner of a block in 16 bits.
+/// Nodes in a session. Catalogs name the owner of a block in 16 bits.
 pub const NODES_MAX: usize = 4096;
-/// Virtual nodes of a node of mean capacity. Measured with 4 equal nodes, the fullest node held 17
-/// % more than the mean with 160 virtual nodes, 10 % more with 512, and 5 % more with 2,048.
+/// Virtual nodes of a node with mean capacity. In a measurement with 4 equal nodes, the fullest
+/// node held 17 % more than the mean with 160 virtual nodes, 10 % more with 512, and 5 % more with
+/// 2,048.
 pub const VIRTUAL_NODES: usize = 2048;
-/// Datasets of a session. Each one costs every client a few descriptors.
+/// Datasets in a session. Each one costs every client a few descriptors.
 pub const DATASETS_MAX: usize = 1024;
 /// Drives (data dirs) of a node. A location names its drive in 8 bits.
 pub const DRIVES_MAX: usize = 64;
@@ -103,7 +103,7 @@ pub const RECHECKED_CHUNKS_MAX: usize = 16;
 pub const RECHECKS_MAX: usize = 2;
 /// Stage-ins that run at once in a session. Further ones wait.
 pub const STAGE_INS_MAX: usize = 4;
-/// Stage-ins requested on other nodes than the coordinator's, including those that wait.
+/// Stage-ins requested on nodes other than the coordinator's, including those that wait.
 pub const FORWARDED_STAGE_INS_MAX: usize = 64;
 /// Memory of a server for all its stage-ins if `--stage-in-memory` is not given.
 pub const STAGE_IN_MEMORY_DEFAULT: u64 = 1 << 30;
@@ -126,10 +126,10 @@ pub const fn stage_in_workers_max(memory: u64) -> usize {
     }
     workers
 }
-/// Batches of one stage-in worker, open or in flight, at most. With all of them taken, the worker
-/// waits for a slow owner.
+/// The most batches that one stage-in worker may have, open or in flight. While all of them are
+/// taken, the worker waits for a slow owner.
 pub const BATCHES_PER_WORKER_MAX: usize = 32;
-/// Batches of one stage-in worker, at least, however little memory there is.
+/// The fewest batches that one stage-in worker may have, however little memory there is.
 pub const BATCHES_PER_WORKER_MIN: usize = 3;
 /// Batches of one worker that may be in flight. The rest are being filled.
 pub const BATCHES_IN_FLIGHT_MAX: usize = 8;
@@ -144,11 +144,11 @@ pub const RESERVATION_STEP: u64 = 16 << 20;
 /// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
 /// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
-/// Upper bound on the headroom in bytes, see [`HEADROOM_SHARE`].
+/// Upper bound on the headroom in bytes; see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the
 /// drive.
-/// This keeps the sync at its end short, and leaves the page cache to the job.
+/// This keeps the sync at the end of the stage-in short, and leaves the page cache to the job.
 pub const UNSYNCED_LEN_MAX: u64 = 64 << 20;
 /// Stage-in workers of a server. Each reads one unit at a time.
 pub const WORKERS_MAX: usize = 16;
@@ -160,23 +160,22 @@ pub const RUN_LEN_MAX: usize = 32 << 20;
 /// Memory for reading ahead in all runs while they are merged. Each run gets between
 /// [`RUN_READ_AHEAD_MIN`] and [`RUN_READ_AHEAD_MAX`] of it.
 pub const MERGE_MEMORY: u64 = 64 << 20;
-/// The most memory for reading ahead in one run, see [`MERGE_MEMORY`].
+/// The most memory for reading ahead in one run; see [`MERGE_MEMORY`].
 pub const RUN_READ_AHEAD_MAX: u64 = 256 << 10;
-/// The least memory for reading ahead in one run, see [`MERGE_MEMORY`].
+/// The least memory for reading ahead in one run; see [`MERGE_MEMORY`].
 pub const RUN_READ_AHEAD_MIN: u64 = 16 << 10;
-/// Length of the ranges that a plain tar is cut into, at least. Up to one member is read twice at
+/// The least length of the ranges that a plain tar is cut into. Up to one member is read twice at
 /// the start of each range.
 pub const RANGE_LEN_MIN: u64 = 8 << 20;
-/// Length of those ranges, at most, so that no worker has much left to do when the others have
-/// finished.
+/// The greatest length of those ranges, chosen so that no worker has much left to do when the
+/// others have finished.
 pub const RANGE_LEN_MAX: u64 = 64 << 20;
-/// How far before its range a worker begins to look for headers: a header that belongs to the first
-/// member of the range may lie there.
+/// How far before its range a worker begins to look for headers, because a header that belongs to
+/// the first member of the range may lie there.
 pub const TAR_LOOK_BACK: u64 = 4 << 10;
 /// Pieces of a sparse file in a tar. Each takes 16 bytes of memory.
 pub const SPARSE_PIECES_MAX: usize = 1 << 20;
-/// Length of a zip within an archive, which is copied to scratch space while it is read. A longer
-/// one stays a file.
+/// Length of a zip within an archive. Such a zip is copied to scratch space while it is read; a longer one stays a file.
 pub const NESTED_ZIP_LEN_MAX: u64 = 1 << 30;
 /// Memory of a decoder of a zip member or of an archive within an archive. Several may run at once.
 pub const NESTED_DECODER_MEMORY_MAX: u64 = 64 << 20;
@@ -192,10 +191,10 @@ pub const UNIT_BYTES_MAX: u64 = 64 << 20;
 /// Units of at most this many bytes are assigned several at a time, because a worker ships its
 /// batches after the last unit that it has.
 pub const SMALL_UNIT_BYTES_MAX: u64 = 1 << 20;
-/// Small units assigned at a time, see [`SMALL_UNIT_BYTES_MAX`].
+/// Small units assigned at a time; see [`SMALL_UNIT_BYTES_MAX`].
 pub const SMALL_UNITS_MAX: usize = 128;
-/// Length of all names in one unit. A unit has to fit a message, together with the records about
-/// its names.
+/// Length of all names in one unit. A unit has to fit into a message, together with the records
+/// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Requests that one peer may have open on one connection.
@@ -206,23 +205,28 @@ pub const PEER_SHARE: u64 = 4;
 /// A server sends a peer no further requests while those past their deadlines hold more than 1 /
 /// `STUCK_SHARE` of that memory, or while there are [`STUCK_REQUESTS_MAX`] of them.
 pub const STUCK_SHARE: u64 = 16;
-/// Requests past their deadlines after which a peer counts as stuck, see [`STUCK_SHARE`].
+/// Requests past their deadlines after which a peer counts as stuck; see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;
 /// How many times a pull whose link has failed is repeated on another link.
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes in progress on a listener. Beyond that the oldest is dropped: members send at once, so the oldest one is a
-/// stranger's.
+/// Handshakes in progress on a listener. If there are more, the oldest is dropped: members send at
+/// once, so the oldest one is a stranger's.
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
+/// Length of a file that lists hosts. A manager may list a host of [`NODES_MAX`] once for each of its
+/// cores.
+pub const HOSTS_FILE_LEN_MAX: u64 = 64 << 20;
 /// Size of a server's arena if `--memory` is not given.
 pub const ARENA_LEN_DEFAULT: u64 = 256 << 20;
-/// The arena allocates in units of a cache line, so that neighbors never share one.
+/// The arena allocates in units of one cache line, so that neighboring chunks never share a line.
 pub const ARENA_UNIT: u64 = 64;
 /// Size of the smallest arena: some chunks arrive while others are read.
 pub const ARENA_LEN_MIN: u64 = 8 * CHUNK_LEN;
+/// Size of the largest arena: its units are counted in 32 bits.
+pub const ARENA_LEN_MAX: u64 = 255 << 30;
 /// The leases of one process take at most 1 / `LEASE_SHARE` of the arena, and the leases of all
 /// processes together leave at least that much of it free. A connection that wants more has to
 /// release leases first; one without leases always gets a chunk.
@@ -233,8 +237,8 @@ pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// Prefetched chunks take at most 1 / `PREFETCH_SHARE` of the arena, unless `tune
 /// --prefetch-memory` sets another bound.
 pub const PREFETCH_SHARE: u64 = 2;
-/// Samples of all orders of a node together, 4 bytes of memory each. This is enough for an epoch of
-/// a large dataset, or for an epoch of a smaller one for each of many readers.
+/// Samples in all orders of a node together, at 4 bytes of memory each. This is enough for an epoch
+/// of a large dataset, or for an epoch of a smaller one for each of many readers.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
@@ -248,13 +252,13 @@ pub const CACHE_QUEUE_LEN_MAX: u64 = 64 << 20;
 /// Cached blocks are synced, and become visible to processes, once this many bytes of them are
 /// waiting or once the first of them is [`CACHE_SYNC_INTERVAL`] old.
 pub const CACHE_SYNC_LEN: u64 = 64 << 20;
-/// Age at which a cached block is synced, see [`CACHE_SYNC_LEN`].
+/// Age at which a cached block is synced; see [`CACHE_SYNC_LEN`].
 pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of read-ahead for a process that reads a large file sequentially.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
-/// Processes of a node that `status` names, those that read most. All of them are counted.
+/// How many processes of a node `status` names, those that read most. All of them are counted.
 pub const CLIENTS_SHOWN_MAX: usize = 32;
-/// Answers to peers that read drives at once. Peers take turns.
+/// How many answers to peers may be read from drives at once. Peers take turns.
 pub const DRIVE_READERS_MAX: usize = 16;
 
 /// Receive buffers that all queue pairs of a card share. If a message finds none, the sender's card
@@ -262,7 +266,7 @@ pub const DRIVE_READERS_MAX: usize = 16;
 pub const RDMA_RECEIVES: u32 = 512;
 /// Length of the longest request over RDMA. A request for [`BATCH_BLOCKS_MAX`] blocks fits.
 pub const RDMA_REQUEST_LEN_MAX: u32 = 32 << 10;
-/// Completions that fit a card's completion queue. Work that could overflow it waits.
+/// Completions that fit into a card's completion queue. Work that could overflow it waits.
 pub const RDMA_COMPLETIONS_MAX: u32 = 16 << 10;
 /// Operations posted on one queue pair.
 pub const RDMA_SEND_DEPTH: u32 = 128;
@@ -277,10 +281,9 @@ pub const RDMA_WINDOW: u32 = 64;
 pub const RDMA_STAGING_LEN: u64 = 32 << 20;
 /// Registered memory for requests and their answers.
 pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
-/// After this many failures of its queue pairs in a row, `status` reports that a pair of nodes uses
-/// TCP.
+/// After a pair of nodes has had this many failed queue pairs in a row, `status` reports that the pair uses TCP.
 pub const RDMA_FAILURES_MAX: u32 = 3;
-/// Such a pair tries RDMA again at growing intervals, up to this one.
+/// A pair of nodes that has fallen back to TCP tries RDMA again at growing intervals, up to this one.
 pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 /// The most bytes of its node's segments that a process maps. It reads the rest with `pread`. Page
 /// tables cost 2 MiB for each mapped GiB.
@@ -290,20 +293,18 @@ pub const SEGMENT_WINDOW_LEN: u64 = 64 << 20;
 /// Idle connections to its server that a process holds for its next requests. Further ones are
 /// opened and closed as they are needed.
 pub const IDLE_CONNECTIONS_MAX: usize = 4;
-/// Size up to which a file is copied into memory for a program that cannot use this library. Larger
-/// ones are copied to a data dir.
+/// Size up to which a file is copied into memory for a program that cannot use this library. Larger files are copied to a data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
 /// The kernel probes a silent connection at this interval.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// The kernel closes a silent connection after this many probes without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
-/// How often a client that waits for its server looks at the heartbeat within the heartbeat's
-/// timeout.
+/// How many times a client that waits for its server looks at the heartbeat before the heartbeat's deadline passes.
 pub const HEARTBEAT_POLLS: u32 = 20;
-/// Time until all servers must be ready after `up`, if `--start-timeout` is not given.
+/// Time within which all servers must be ready after `up`, if `--start-timeout` is not given.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// Up to this number of nodes, a session tries every pair of nodes at its start. In larger sessions
+/// A session with at most this many nodes tries every pair of them at its start. In larger sessions
 /// each node tries the nodes that are 1, 2, 4, 8 ... further in the roster.
 pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 /// Children of a node in the tree along which the roster travels, and servers that a server starts
@@ -313,8 +314,8 @@ pub const TREE_WIDTH: usize = 16;
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
 /// How often servers and supervisors check that their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
-/// How often servers and supervisors refresh the times of their files, because cleaners of `/tmp` remove what has not been used for
-/// days.
+/// How often servers and supervisors refresh the times of their files, because programs that clean
+/// up `/tmp` remove files that have not been used for days.
 pub const FOLDER_TOUCH_INTERVAL: Duration = Duration::from_secs(3600);
 /// How long the launcher's processes may take to exit once the servers have.
 pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -350,7 +351,7 @@ const _: () = {
     assert!(BLOCK_SIZE_MAX.is_multiple_of(PAGE_SIZE) && PAGE_BLOCK_SIZE_MIN.is_multiple_of(PAGE_SIZE));
     assert!(
         BLOCK_SIZE_MAX.is_multiple_of(CHUNK_LEN) && BLOCK_SIZE_MAX / CHUNK_LEN <= 16,
-        "the chunks of a block fit the bits of a word"
+        "the chunks of a block fit into the bits of a word"
     );
     assert!(CHUNK_LEN.is_multiple_of(PAGE_SIZE) && CHUNK_LEN >= PAGE_BLOCK_SIZE_MIN);
     assert!(CHUNK_LEN.is_multiple_of(BATCH_LEN_MAX as u64), "a piece of a large block lies in one chunk");
@@ -358,20 +359,21 @@ const _: () = {
         RECHECKED_CHUNKS_MAX as u64 * CHUNK_LEN <= BLOCK_SIZE_MAX,
         "one request makes the server read at most one block again"
     );
+    assert!(ARENA_LEN_MAX / ARENA_UNIT <= u32::MAX as u64, "an arena's units are counted in 32 bits");
     assert!(ARENA_LEN_MIN / LEASE_SHARE >= 2 * CHUNK_LEN, "a client can read one chunk while another arrives");
-    assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits a message");
+    assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits into a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
-    assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits a message");
+    assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits into a message");
     assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "so does its answer");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
-    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + SUSPECT_PATHS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits a message");
+    assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + SUSPECT_PATHS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits into a message");
     assert!(stage_in_workers_max(STAGE_IN_MEMORY_DEFAULT) == WORKERS_MAX && stage_in_memory_min(1) == STAGE_IN_MEMORY_MIN);
-    assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits a message");
+    assert!(SKIPPED_SHOWN_MAX * NOTE_LEN_MAX * 4 < LOCAL_MESSAGE_LEN_MAX, "a summary fits into a message");
     assert!(RUN_READ_AHEAD_MAX < RUN_LEN_MAX as u64 && RUN_READ_AHEAD_MAX <= BATCH_LEN_MAX as u64);
     assert!(RANGE_LEN_MIN.is_multiple_of(512) && RANGE_LEN_MAX.is_multiple_of(512) && TAR_LOOK_BACK.is_multiple_of(512));
     assert!(RESERVATION_STEP.is_multiple_of(PAGE_SIZE));
     assert!(SMALL_UNIT_BYTES_MAX < RANGE_LEN_MIN, "a range is not small");
-    assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits a message");
+    assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits into a message");
     assert!(FORWARDED_STAGE_INS_MAX * 2 <= PEER_REQUESTS_MAX, "waiting for stage-ins leaves room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);

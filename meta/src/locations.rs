@@ -1,5 +1,4 @@
-//! The locations table of one dataset on one node: where each block lies on this node, or that it
-//! is absent.
+//! The locations table of one dataset on one node. It records, for each block, where it lies on this node, or that it is absent.
 //!
 //! The table is a sparse file: one page of header, then one word for every block of the dataset,
 //! whichever node owns it. The server writes the table; clients map it read-only and look blocks up
@@ -11,8 +10,8 @@
 //! - A block that the node owns never moves. The word of a cached block, or of a block in the
 //!   arena, is cleared before its bytes are given up. A reader therefore copies the bytes and then
 //!   checks that the word is unchanged; if so, the bytes were real.
-//! - The *gone* word in the header is set before all bytes of the dataset are given up, and is
-//!   checked after a copy in the same way.
+//! - The *gone* word in the header is set before any of the dataset's bytes are given up because
+//!   the whole dataset goes away, and is checked after a copy in the same way.
 
 use std::fs::File;
 use std::io;
@@ -67,7 +66,7 @@ impl Locations {
         Ok(table)
     }
 
-    /// Maps a table that a server created, for reading.
+    /// Maps, for reading, a table that a server created.
     ///
     /// # Errors
     ///
@@ -85,8 +84,7 @@ impl Locations {
         Location::unpack(self.words.load(word_of(block)))
     }
 
-    /// Returns whether the block is still where it was found. Called after a copy, `true` means
-    /// that the copy is good.
+    /// Returns whether the block is still where it was found. If this is called after a copy, `true` means that the copy is good.
     pub fn is_still(&self, block: BlockId, location: Location) -> bool {
         // The copied bytes must be read before the word is.
         fence(Ordering::Acquire);

@@ -25,7 +25,7 @@ pub struct Metric {
     /// The label, in addition to `node`, that tells several values of the metric apart; empty if there is
     /// only one value.
     pub label: &'static str,
-    /// Returns the metric's values, each with its value of the label.
+    /// Returns the metric's values, each with the value of its label.
     values: fn(&NodeStatus) -> Vec<(String, f64)>,
 }
 

@@ -5,11 +5,11 @@ use std::cmp::Ordering;
 
 use crate::limits::{NAME_LEN_MAX, PATH_LEN_MAX};
 
-/// Why a name cannot become a path of the namespace.
+/// Why a name cannot become a path in the namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidPath {
     /// A component is `..`.
-    #[error("it leaves the tree by '..'")]
+    #[error("it contains '..'; a path in the namespace must be written without it")]
     Leaves,
     /// A component is longer than [`NAME_LEN_MAX`] bytes.
     #[error("a name in it is longer than {NAME_LEN_MAX} bytes")]
@@ -22,12 +22,12 @@ pub enum InvalidPath {
     Nul,
 }
 
-/// Makes `name` relative and plain: leading, doubled and trailing slashes and `.` components are
+/// Makes `name` relative and plain: leading, repeated and trailing slashes and `.` components are
 /// dropped.
 ///
 /// # Errors
 ///
-/// If the name cannot be a path of the namespace.
+/// If the name cannot be a path in the namespace.
 pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     let mut path = Vec::with_capacity(name.len());
     for component in name.split(|&byte| byte == b'/') {
@@ -118,9 +118,8 @@ pub fn display(path: &[u8]) -> String {
     text
 }
 
-/// Characters of Unicode's categories Cc, Cf, Zl and Zp, and blank letters. Among them are those
-/// that reverse the direction of the text after them, such as U+202E, which can make a name look
-/// like another.
+/// Characters of Unicode's categories Cc, Cf, Zl and Zp, and blank letters. Among them are those that reverse the direction of the
+/// text after them, such as U+202E, which can make one name look like another.
 const UNSEEN: [(u32, u32); 24] = [
     (0x00, 0x1f),
     (0x7f, 0x9f),

@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn four_equal_nodes_hold_at_most_8_percent_over_the_mean() {
+    fn four_equal_nodes_hold_at_most_8_percent_more_than_the_mean() {
         for seed in 0..10 {
             let placement = Placement::new(seed, &equal(4));
             let mut held = [0_u32; 4];
@@ -193,7 +193,7 @@ mod tests {
         for seed in 0..6 {
             for name in names {
                 let counts = classes_by_node(seed, name);
-                // The counts are compared with what each node holds in total, because the shares of a ring are not quite equal.
+                // The counts are compared with what each node holds in total, because a ring's shares are not quite equal.
                 let of_node: Vec<f64> = (0..8).map(|node| counts.iter().map(|class| class[node]).sum()).collect();
                 let chi_square: f64 = counts
                     .iter()

@@ -26,7 +26,7 @@ pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     bytes
 }
 
-/// Returns where a block of `len` bytes that follows `end` bytes starts, and where the next block
+/// Returns where a block of `len` bytes starts if it follows `end` bytes, and where the next block
 /// may start.
 pub fn pack(end: u64, len: u64) -> (u64, u64) {
     if len >= PAGE_BLOCK_SIZE_MIN {
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn small_blocks_are_tight_and_large_ones_own_their_pages() {
+    fn small_blocks_are_packed_without_gaps_and_large_ones_share_no_page() {
         let check = |end, len, expect| assert_eq!(pack(end, len), expect, "{len} bytes after {end}");
         check(4096, 10, (4096, 4106));
         check(4106, 65_535, (4106, 69_641));
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn locations_read_back_and_absent_is_zero() {
+    fn locations_read_back_as_written_and_zero_means_absent() {
         let position = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
             Location::Owned(position),

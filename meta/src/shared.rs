@@ -12,9 +12,9 @@ use memmap2::{Mmap, MmapMut, MmapOptions, MmapRaw};
 
 /// Maps a whole file for reading. Nobody may change the file anymore.
 ///
-/// The caller guarantees that the file has no name by which a stranger could shorten it, and that
-/// its writer is done. Dayfly maps only unlinked files, whose descriptors stay within processes of
-/// one user.
+/// The caller guarantees that the file has no name through which anyone else could open and
+/// truncate it, and that its writer is done. Dayfly maps only unlinked files, whose descriptors
+/// stay within processes of one user.
 ///
 /// # Errors
 ///
@@ -25,7 +25,7 @@ pub fn map_immutable(file: &File) -> io::Result<Mmap> {
     unsafe { Mmap::map(file) }
 }
 
-/// Maps a file that only the caller knows, for writing.
+/// Maps, for writing, a file that nobody but the caller can access.
 ///
 /// # Errors
 ///
@@ -46,7 +46,7 @@ pub fn prefetch<T>(soon: &T) {
     }
 }
 
-/// Words of 64 bits in a file that is shared with other processes.
+/// 64-bit words in a file that is shared with other processes.
 pub struct SharedWords {
     map: MmapRaw,
     words: usize,
@@ -80,20 +80,20 @@ impl SharedWords {
         self.words == 0
     }
 
-    /// Reads a word. Writes that came before the `store` of its value are visible afterwards.
+    /// Reads a word. Writes that came before the `store` of its value are visible afterward.
     /// Returns 0 if the index is out of range.
     pub fn load(&self, index: usize) -> u64 {
         self.word(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
 
-    /// Writes a word. Does nothing if the mapping is read-only or the index out of range.
+    /// Writes a word. Does nothing if the mapping is read-only or the index is out of range.
     pub fn store(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.store(value, Ordering::Release);
         }
     }
 
-    /// Adds to a counter. Does nothing if the mapping is read-only or the index out of range.
+    /// Adds to a counter. Does nothing if the mapping is read-only or the index is out of range.
     pub fn add(&self, index: usize, value: u64) {
         if let Some(word) = self.writable_word(index) {
             word.fetch_add(value, Ordering::Relaxed);
@@ -129,8 +129,8 @@ impl SharedWords {
     }
 }
 
-/// One-byte counters in a file that is shared with other processes. A count may get lost, but no
-/// other value ever appears.
+/// One-byte counters in a file that is shared with other processes. An increment may be lost, but a
+/// counter never holds a value that nobody stored.
 pub struct SharedMarks {
     map: MmapRaw,
 }
@@ -148,7 +148,7 @@ impl SharedMarks {
         Ok(Self { map: MmapOptions::new().len(len).map_raw(file)? })
     }
 
-    /// Adds one to a mark, up to 255. If two processes do so at once, one count may be lost.
+    /// Adds one to a mark, up to 255. If two processes do so at once, one increment may be lost.
     pub fn add(&self, index: usize) {
         if let Some(mark) = self.mark(index) {
             mark.store(mark.load(Ordering::Relaxed).saturating_add(1), Ordering::Relaxed);
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn words_are_seen_by_other_mappings_and_bounds_hold() {
+    fn words_are_shared_between_mappings_and_bounds_are_checked() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(64).unwrap();
         let writer = SharedWords::map(&file, 8, true).unwrap();
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_count_up_to_their_end() {
+    fn marks_stop_counting_at_255() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(8).unwrap();
         let (one, other) = (SharedMarks::map(&file, 8).unwrap(), SharedMarks::map(&file, 8).unwrap());

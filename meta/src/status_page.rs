@@ -3,8 +3,8 @@
 //!
 //! The status page also says which leases hold. Each connection has a word there, its *token*. A
 //! lease is granted under the token's current value. To revoke leases, the server first changes the
-//! token and then reuses their room. A client checks the token after each copy, so it never
-//! believes bytes that were written after its leases had ended.
+//! token and then reuses their room. A client checks the token after each copy, so it never uses
+//! bytes that were written after its leases had ended.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +17,7 @@ use crate::wire::status::{Reads, SOURCES, Source};
 const GONE_WORD: usize = 0;
 const GENERATION_WORD: usize = 1;
 const HEARTBEAT_WORD: usize = 2;
-/// Each connection has a word from the second page on.
+/// The words of the connections start on the second page.
 const FIRST_TOKEN_WORD: usize = PAGE_SIZE as usize / 8;
 const PAGE_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
 /// The lowest bit of a connection's word: the server asks for the leases back. The other bits are
@@ -77,7 +77,7 @@ impl StatusPage {
     }
 
     /// Returns whether leases granted under this token still hold. Call it after the leased bytes
-    /// were copied or looked at: if it returns `true`, they were the bytes that were leased.
+    /// have been copied or looked at: if it returns `true`, they were the bytes that were leased.
     pub fn holds(&self, connection: u32, token: u64) -> bool {
         // The leased bytes must be read before this word is. The server changes the word before it
         // reuses the room, and writes other bytes there only after that. A reader that has seen
@@ -112,7 +112,7 @@ fn token_word(connection: u32) -> usize {
 }
 
 /// Counters that clients keep for `status`, because most reads never reach the server. Each process has a
-/// slot, and in it each thread has, as far as possible, a cache line for itself.
+/// slot, and in it each thread has, as far as possible, a cache line of its own.
 pub struct Counters(SharedWords);
 
 /// Length of the counters' file in bytes. Slots that no process uses take no memory.
@@ -166,7 +166,7 @@ impl Counters {
         fence(Ordering::SeqCst);
     }
 
-    /// Announces that the process no longer looks at bytes in place, see [`Self::begin_view`].
+    /// Announces that the process no longer looks at bytes in place; see [`Self::begin_view`].
     pub fn end_view(&self, slot: u32) {
         // The bytes must be read before this change is visible.
         fence(Ordering::Release);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn processes_count_apart() {
+    fn each_process_has_counters_of_its_own() {
         let file = tempfile::tempfile().unwrap();
         file.set_len(COUNTERS_LEN).unwrap();
         let counters = Counters::map(&file).unwrap();

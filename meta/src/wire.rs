@@ -2,7 +2,7 @@
 //! node ([`local`]), and the commands that these processes send ([`control`]).
 //!
 //! All messages are encoded with rkyv and are validated before they are used. Both ends of a
-//! connection name [`VERSION`] first.
+//! connection begin by naming [`VERSION`].
 
 #![allow(missing_docs, reason = "rkyv derives archived twins without documentation; the messages themselves have it")]
 
@@ -28,7 +28,7 @@ pub const VERSION: u32 = 12;
 #[error("not a message of version {VERSION}, or damaged in transit")]
 pub struct InvalidMessage;
 
-/// Length of the checksum after a message between servers.
+/// Length of the checksum that follows a message between servers.
 const SEAL_LEN: usize = 4;
 
 /// Encodes a message between servers and appends the CRC32C of its bytes. A message decides where

@@ -15,8 +15,8 @@
 //!
 //! # Invariants
 //!
-//! - A chunk becomes visible (leased or published) only after its bytes were compared with the catalog's checksum.
-//! - A leased chunk keeps its bytes: its slot is freed only after its last lease was dropped.
+//! - A chunk becomes visible (leased or published) only after its bytes have been compared with the catalog's checksum.
+//! - A leased chunk keeps its bytes: its slot is freed only after its last lease has been dropped.
 //! - A block that consists of one chunk is also published in its dataset's locations while it is resident, so that processes
 //!   find it without a message. They set a mark in shared memory for every such read. The location is withdrawn before the
 //!   slot is freed, so a reader that checks the location after it has copied never accepts another chunk's bytes.
@@ -62,8 +62,8 @@ pub(crate) type ChunkKey = (DatasetId, Chunk);
 const EVICTION_LEN_MIN: u64 = 256 << 10;
 /// The mean length of a chunk that the eviction policy is sized for.
 const TYPICAL_LEN: u64 = 32 << 10;
-/// How often a request that waits for room looks again without being woken: a slot that was lent to a late answer becomes free
-/// without a notification.
+/// How often a request that waits for room looks again without being woken, because a slot that was
+/// lent to a late answer becomes free without a notification.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The arena. Clones share it.
@@ -74,12 +74,12 @@ pub(crate) struct Arena {
 
 struct Inner {
     region: Region,
-    /// A descriptor of the region that cannot write; clients get it.
+    /// A read-only descriptor of the region, which clients get.
     reader: File,
     marks_file: File,
     marks: Arc<SharedMarks>,
     table: Mutex<Table<ChunkKey, ResidentChunk, PendingLoad>>,
-    /// Distinguishes the chunks that occupy one slot after another.
+    /// Distinguishes the chunks that successively occupy the same slot.
     generation: AtomicU32,
     leases: AtomicU64,
     /// The request that waits for room holds this lock; the others queue for it, first come, first served.
@@ -91,7 +91,7 @@ struct Inner {
     ledger: Arc<LeaseLedger<Lease>>,
 }
 
-/// Why a load failed, for the requests that joined it. The arena does not look inside.
+/// Why a load failed, for the requests that joined it. The arena does not examine it.
 pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
 /// The end of a load that another request performs. It resolves to the failure, or to an error (the sender was dropped) when
@@ -107,12 +107,12 @@ pub(crate) struct Wanted {
     pub(crate) info: ChunkInfo,
 }
 
-/// The result of claiming many chunks. A chunk that appears nowhere in it found no room.
+/// The result of claiming many chunks. A chunk for which there was no room does not appear in it.
 #[derive(Default)]
 pub(crate) struct Claimed {
     /// Resident chunks, by index in the request.
     pub(crate) leased: Vec<(u32, Lease)>,
-    /// Chunks that another request loads. When the load ends without a failure, claim the chunk again.
+    /// Chunks that another request is loading. When the load ends without a failure, claim the chunk again.
     pub(crate) pending: Vec<(u32, Chunk, PendingLoad)>,
     /// Chunks for the claimer to load, grouped by owner.
     pub(crate) loads: Vec<LoadGroup>,
@@ -175,7 +175,7 @@ impl Arena {
         (self.table().weight(), self.inner.leases.load(Ordering::Relaxed))
     }
 
-    /// Returns the number of requests that wait for room now, and of all that ever waited.
+    /// Returns the number of requests that are waiting for room now, and the number that have ever waited for it.
     pub(crate) fn waiters(&self) -> (u64, u64) {
         (self.inner.waiting.load(Ordering::Relaxed), self.inner.waited.load(Ordering::Relaxed))
     }
@@ -235,12 +235,12 @@ impl Arena {
         }
     }
 
-    /// Returns whether a request waits for room. Then no other request allocates more than it must.
+    /// Returns whether a request is waiting for room. If so, no other request allocates more than it must.
     pub(crate) fn is_short(&self) -> bool {
         self.inner.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a chunk to the group of its owner, or to a new group where that one is full.
+    /// Adds a chunk to the group of its owner, or to a new group if that one is full.
     fn add_load(
         &self,
         table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>,
@@ -272,8 +272,8 @@ impl Arena {
         }
     }
 
-    /// Waits for a slot of `len` bytes; requests are served in the order in which they came. Meanwhile the holders of leases
-    /// are asked to release them, and the largest of those who do not respond loses its leases. `None` after `limit`.
+    /// Waits for a slot of `len` bytes; requests are served in the order in which they came. Meanwhile the holders of leases are
+    /// asked to release them, and the largest of those who do not respond loses its leases. Returns `None` after `limit`.
     pub(crate) async fn slot_within(&self, len: u64, limit: Duration) -> Option<Slot> {
         let start = Instant::now();
         let deadline = start + limit;
@@ -308,8 +308,9 @@ impl Arena {
         drop(forgotten);
     }
 
-    /// Drops a chunk whose bytes are damaged, so that the next request for it fetches it again. From now on nobody finds the
-    /// damaged copy; existing leases on it keep its room until they end.
+    /// Drops a chunk whose bytes are damaged, so that the next request for it fetches it again.
+    /// From then on, nobody finds the damaged copy; existing leases on it keep its room until they
+    /// end.
     pub(crate) fn discard(&self, key: &ChunkKey, lease: &Lease) {
         let discarded = self.table().forget_one(key, |chunk| Arc::ptr_eq(chunk, lease.chunk()));
         if discarded {

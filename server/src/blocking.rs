@@ -1,5 +1,6 @@
-//! Runs blocking work apart from the runtime's threads, which move messages. The server receives an implementation of
-//! [`Blocking`], so that a simulation can decide in which order such work proceeds.
+//! Runs blocking work on threads other than the runtime's, which move messages. The server receives
+//! an implementation of [`Blocking`], so that a simulation can decide in which order such work
+//! proceeds.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
@@ -8,12 +9,12 @@ use std::task::Poll;
 use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 
-/// Work that may wait for a drive, or for a future with [`Blocking::wait`].
+/// Work that may wait for a drive or, with [`Blocking::wait`], for a future.
 pub type Job = Box<dyn FnOnce() + Send>;
 
 /// Runs jobs that block.
 pub trait Blocking: Send + Sync + 'static {
-    /// Starts a job and returns at once. The caller must be within a tokio runtime, and so will the job be.
+    /// Starts a job and returns at once. The caller must be within a tokio runtime, and the job will run within it, too.
     fn start(&self, job: Job);
 
     /// Waits for a future. Only a job may call this.

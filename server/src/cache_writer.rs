@@ -1,5 +1,5 @@
-//! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena
-//! and writes many of them at once. Another task syncs what was written; only after that do processes find the copies without a
+//! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena and
+//! writes many of them at once. Another task syncs what was written; only then can processes find the copies without sending a
 //! message.
 //!
 //! `store::cached_blocks` decides which blocks are cached. A chunk is verified again before it is written, because a copy on a
@@ -73,7 +73,7 @@ impl CacheWriter {
     }
 }
 
-/// Datasets with blocks that were written and are not synced yet.
+/// Datasets with blocks that have been written but not synced yet.
 #[derive(Default)]
 struct Written {
     group: Mutex<Group>,

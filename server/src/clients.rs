@@ -1,11 +1,11 @@
-//! The processes of this node: a Unix socket that only the same user may use.
+//! Serves the processes of this node through a Unix socket that only the same user may use.
 //!
 //! Each connection is served by a [`Client`], which answers one request at a time. A process holds leases on memory of the
 //! arena through its connection. They end with the connection, or with the process that made it, even if a forked child has
 //! inherited the connection. The parts:
 //!
 //! - `fetch_reply`: answers a fetch, in several messages as chunks arrive;
-//! - `control`: commands of the command line: status, tune, stage-in, down;
+//! - `control`: command-line commands: status, tune, stage-in, down;
 //! - `read_ahead`: fetches ahead of a process that reads a large file in order;
 //! - `socket`: messages on the socket.
 //!
@@ -17,8 +17,9 @@ mod fetch_reply;
 mod read_ahead;
 mod socket;
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -85,6 +86,7 @@ impl ClientListener {
     pub(crate) fn start(context: ClientContext) -> io::Result<Self> {
         let path = context.runtime_dir.join(format!("node-{}.sock", context.node));
         let listener = UnixListener::bind(&path)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o600))?;
         let mut tasks = JoinSet::new();
         tasks.spawn(accept_all(listener, Arc::new(context)));
         Ok(Self { path, _tasks: tasks })
@@ -114,11 +116,11 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
                 continue;
             }
         };
-        // The folder's mode is 0700 already. This check protects the socket even if somebody changes the mode.
+        // The folder's mode is already 0700. This check protects the socket even if somebody changes the mode.
         let pid = match stream.peer_cred() {
             Ok(peer) if peer.uid() == geteuid().as_raw() => peer.pid().unwrap_or(0),
             _ => {
-                tracing::warn!("a process of another user was refused");
+                tracing::warn!("a process of another user was rejected");
                 continue;
             }
         };
@@ -128,7 +130,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
             let holder = context.arena.ledger().open(pid);
             let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
             tokio::select! {
-                // The end of the process counts. A forked child may hold the connection open for longer.
+                // What counts is the end of the process, because a forked child may hold the connection open for longer.
                 () = exit_of(pid) => {}
                 served = client.serve() => if let Err(error) = served {
                     tracing::debug!(pid, %error, "the connection of a client failed");
@@ -144,13 +146,13 @@ struct Client {
     receiver: Receiver,
     sender: Sender,
     attachment: Attachment,
-    /// The connection's leases. Dropping it revokes them, however the connection ends.
+    /// Holds the connection's leases. Dropping it revokes them, however the connection ends.
     holder: LeaseHolder<Lease>,
     context: Arc<ClientContext>,
     read_ahead: ReadAhead,
     /// A sample order that is still arriving in parts.
     order: SampleOrder,
-    /// Reading ahead along the connection's sample order. Ends with the connection.
+    /// The task that reads ahead along the connection's sample order. It ends with the connection.
     tasks: JoinSet<()>,
 }
 

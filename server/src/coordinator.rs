@@ -53,7 +53,7 @@ use subscriptions::Subscriptions;
 /// The node that coordinates stage-ins.
 const COORDINATOR: NodeId = NodeId(0);
 
-/// Events on their way to a client. A slow client misses progress, but never the end.
+/// How many events may be on their way to a client. A slow client misses progress, but never the end.
 pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
 
 /// The parts of a node that the coordinator uses.
@@ -83,7 +83,7 @@ impl CoordinatorContext {
 pub(crate) struct Coordinator {
     context: CoordinatorContext,
     permits: Semaphore,
-    /// The targets of stage-ins that run or wait.
+    /// The targets of stage-ins that are running or waiting.
     targets: Mutex<Vec<Vec<u8>>>,
     registry: Registry,
     last_number: AtomicU64,
@@ -123,7 +123,7 @@ impl Coordinator {
         &self.subscriptions
     }
 
-    /// Returns whether a stage-in of this number runs.
+    /// Returns whether a stage-in with this number is running.
     #[cfg(test)]
     pub(crate) fn is_running(&self, number: u64) -> bool {
         self.registry.get(number).is_some()
@@ -150,7 +150,7 @@ impl Coordinator {
     }
 }
 
-/// The stage-ins that run, and the outcomes of those that have ended.
+/// The stage-ins that are running, and the outcomes of those that have ended.
 #[derive(Default)]
 struct Registry {
     running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,

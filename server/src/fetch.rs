@@ -8,7 +8,7 @@
 //!
 //! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
 //! - [`PendingFetch`] is a request in flight.
-//! - [`verify`] compares what an owner sent with the catalog's checksums.
+//! - [`verify`] checks the bytes that an owner sent against the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
@@ -101,7 +101,7 @@ impl PendingFetch {
         Self { ready, in_flight: FuturesUnordered::new(), load_bytes: 0, claimed_bytes: 0, awaited: Vec::new() }
     }
 
-    /// Returns the next results; waits until there is at least one. `None` once all results were returned.
+    /// Returns the next results; waits until there is at least one. Returns `None` once all results have been returned.
     pub(crate) async fn next(&mut self) -> Option<FetchedChunks> {
         if self.ready.is_empty() {
             self.ready = self.in_flight.next().await?;
@@ -121,12 +121,12 @@ impl PendingFetch {
         })
     }
 
-    /// Drops all results that were not returned yet, and ends the request.
+    /// Drops all results that have not been returned yet, and ends the request.
     pub(crate) fn cancel(&mut self) {
         *self = Self::completed(FetchedChunks::new());
     }
 
-    /// Returns whether all results were returned.
+    /// Returns whether all results have been returned.
     pub(crate) fn is_done(&self) -> bool {
         self.ready.is_empty() && self.in_flight.is_empty()
     }
@@ -264,8 +264,8 @@ impl Fetcher {
                         self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
-                    // Another attempt for this chunk alone may succeed: its owner's drive may do better, or the chunk was withdrawn
-                    // while it was read.
+                    // Another attempt for this chunk alone may succeed: its owner's drive may
+                    // succeed, or the chunk may have been withdrawn while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
                 errors[number] = Some(read_error(&dataset, chunks[number], error));
@@ -362,7 +362,7 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
 /// Waits for a load that another request performs, and shares its failure. If the chunk was evicted again in the meantime, the
 /// result is empty, and the caller asks for it again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
-    // The deadlines of the request that loads bound this wait.
+    // This wait is bounded by the deadlines of the request that loads the chunk.
     if let Ok(failure) = load.await {
         return vec![(index, Fetched::Failed(read_error(&dataset, chunk, ReadError::Joined(failure))))];
     }

@@ -15,7 +15,7 @@
 //!
 //! # Invariants
 //!
-//! - A batch is stored whole or not at all, and only after every block in it was verified.
+//! - A batch is stored whole or not at all, and only after every block in it has been verified.
 //! - Room on a drive is reserved before a batch is acknowledged, so an acknowledged block can be written.
 //! - After [`Ingest::finish`], all blocks are on the drives.
 
@@ -65,7 +65,7 @@ struct Intake {
 pub(crate) enum Stored {
     /// The batch is stored. Its blocks have consecutive arrival numbers, which start at this one.
     At(u32),
-    /// No drive has room for the batch. Nothing of it is stored, and its slot goes back to the caller.
+    /// No drive has room for the batch. None of it is stored, and its slot goes back to the caller.
     Full(Slot),
 }
 
@@ -97,7 +97,7 @@ impl Ingest {
         Ok(Self { segments, arrivals, intake: Mutex::default(), buffer_len, gauge, paths })
     }
 
-    /// Returns the path conflicts that were suspected since the last call.
+    /// Returns the path conflicts that have been suspected since the last call.
     pub(crate) fn take_suspects(&self) -> Vec<SuspectPath> {
         self.paths.take_suspects()
     }
@@ -111,12 +111,12 @@ impl Ingest {
         self.arrivals.find(arrival)
     }
 
-    /// Returns the length of all blocks that were stored.
+    /// Returns the total length of all blocks that have been stored.
     pub(crate) fn stored_bytes(&self) -> u64 {
         self.intake().stored_bytes
     }
 
-    /// Reserves room for a block that will arrive in pieces, and returns its arrival number. `None` if there is no room.
+    /// Reserves room for a block that will arrive in pieces, and returns its arrival number. Returns `None` if there is no room.
     pub(crate) fn reserve(&self, block_len: u64, rival: Rival) -> Result<Option<u32>, IngestError> {
         if block_len > BLOCK_SIZE_MAX {
             return Err(IngestError::Malformed);
@@ -191,7 +191,7 @@ impl Ingest {
         buffer.map_or(Ok(()), |buffer| self.write(buffer))
     }
 
-    /// Brings all blocks onto the drives and opens the table of their positions, when no further block will arrive.
+    /// Brings all blocks onto the drives and opens the table of their positions. Call this when no further block will arrive.
     pub(crate) fn finish(&self) -> Result<(), IngestError> {
         self.flush()?;
         self.segments.trim()?;
@@ -201,7 +201,7 @@ impl Ingest {
         Ok(self.arrivals.finish(blocks)?)
     }
 
-    /// Reserves room on the drive of the current buffer, or else on the drive with the most room. `None` if all are full.
+    /// Reserves room on the drive of the current buffer, or else on the drive with the most room. Returns `None` if all are full.
     fn drive_for(&self, intake: &Intake, room: u64) -> Result<Option<u8>, IngestError> {
         let present = intake.buffer.as_ref().map(WriteBuffer::drive);
         for drive in present.into_iter().chain(self.segments.drives_by_room()) {
@@ -335,7 +335,7 @@ mod tests {
 
     /// SEMANTICS: "The owner checks every block before it accepts it, its own worker's blocks too."
     #[test]
-    fn a_bit_that_flips_before_landing_is_refused_and_nothing_of_the_batch_is_stored() {
+    fn a_bit_that_flips_before_landing_is_detected_and_none_of_the_batch_is_stored() {
         let (ingest, region, _folder) = ingest(1 << 24);
         let blocks = [filled(100, 7, 0), filled(0, 0, 0), filled(5000, 9, 0)];
         let whole: Vec<u8> = [vec![7; 100], vec![9; 5000]].concat();

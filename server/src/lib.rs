@@ -28,8 +28,8 @@
 //!
 //! - Every wait has a deadline (`dayfly_meta::deadlines`), and every queue a bound (`dayfly_meta::limits`).
 //! - Work that waits for drives runs on [`blocking::Blocking`], never on a runtime thread.
-//! - A node asks itself like any peer: `peers` has a loopback connection to the node's own service. The one exception, for
-//!   speed, is named in `stage_in::sink`.
+//! - A node asks itself as it asks any peer: `peers` has a loopback connection to the node's own
+//!   service. The one exception, for speed, is named in `stage_in::sink`.
 //!
 //! # What is not here
 //!

@@ -1,8 +1,8 @@
 //! How the nodes of a session join it and leave it.
 //!
-//! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that
-//! no node has to reach all others. The end of a session goes from one node to all others directly, because nodes below a
-//! lost node must end too.
+//! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that no node
+//! has to reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
+//! must end too.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -49,9 +49,9 @@ impl From<JoinError> for Rejection {
 /// The result of ending a session.
 #[derive(Default)]
 pub(crate) struct Ending {
-    /// Nodes that have stopped serving.
+    /// Number of nodes that have stopped serving.
     pub(crate) nodes: u16,
-    /// Bytes freed on their data dirs.
+    /// Bytes freed in their data dirs.
     pub(crate) freed_bytes: u64,
     /// Nodes that could not be asked to end, and why.
     pub(crate) failures: Vec<String>,
@@ -72,8 +72,9 @@ impl Membership {
         Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
     }
 
-    /// Takes the roster, meets peers, and has the nodes below do the same. Returns, as sentences, which pairs of nodes do
-    /// not reach each other over the network that was tried.
+    /// Takes the roster, connects to peers, and has the nodes below do the same. Returns one
+    /// sentence for each pair of nodes that cannot reach each other over the network that was
+    /// tried.
     pub(crate) async fn join(&self, addresses: &[SocketAddr], agreement: Agreement) -> Result<Vec<String>, JoinError> {
         let span = tracing::info_span!("join", node = %self.node, nodes = addresses.len());
         async {
@@ -83,7 +84,7 @@ impl Membership {
             let request = AdministrationRequest::Join { addresses, network: to_wire(agreement) };
             let meeting = async { self.peers.meet().await.map_err(|cause| JoinError { node: self.node, cause }) };
             let (below, ()) = tokio::try_join!(self.ask_below(&request), meeting)?;
-            let sentence = |(peer, why)| format!("node {} does not reach node {peer}: {why}", self.node);
+            let sentence = |(peer, why)| format!("node {} cannot reach node {peer}: {why}", self.node);
             let mut fallen_back: Vec<String> = self.transport.fallen_back().into_iter().map(sentence).collect();
             for reply in below {
                 if let AdministrationReply::Joined { fallen_back: theirs } = reply {
@@ -139,7 +140,7 @@ impl Membership {
         ending
     }
 
-    /// Frees all room on this node's drives, even under open files. Returns the bytes freed.
+    /// Frees all the space that this node uses on its drives, even in files that are still open. Returns the bytes freed.
     pub(crate) async fn free_all(&self) -> Result<u64, JobLost> {
         let store = self.store.clone();
         self.blocking.run(move || store.free_all()).await

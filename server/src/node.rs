@@ -43,7 +43,7 @@ pub enum StartError {
     #[error("{0}")]
     Store(#[source] io::Error),
     /// The node's shared memory cannot be created.
-    #[error("cannot create the arena: {0}")]
+    #[error("cannot create the arena, whose size --memory sets: {0}")]
     Arena(#[source] io::Error),
     /// The listener for peers cannot be bound.
     #[error("cannot listen for other nodes at {address}: {error}")]
@@ -238,7 +238,7 @@ impl Node {
         Self::start_over(config, |transport| transport).await
     }
 
-    /// Like [`Self::start`], over a transport that `decorate` wraps, as tests do to inject faults.
+    /// Like [`Self::start`], over a transport that `decorate` wraps, which tests use to inject faults.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -255,8 +255,8 @@ impl Node {
         Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
     }
 
-    /// Like [`Self::start`], on a transport that is open already, over which peers reach this node at `address`. Blocking
-    /// work runs on `blocking`.
+    /// Like [`Self::start`], on a transport that is already open, over which peers reach this node
+    /// at `address`. Blocking work runs on `blocking`.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -287,7 +287,7 @@ impl Node {
         tasks.spawn(caching);
         tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
-        tracing::info!("this node serves");
+        tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))
     }
 
@@ -301,8 +301,9 @@ impl Node {
         self.parts.transport.ability()
     }
 
-    /// Takes the roster, meets peers, and passes the roster on to the nodes below in the tree. Returns, as sentences, which
-    /// pairs of nodes do not reach each other over the network that was tried.
+    /// Takes the roster, connects to peers, and passes the roster on to the nodes below in the
+    /// tree. Returns one sentence for each pair of nodes that cannot reach each other over the
+    /// network that was tried.
     ///
     /// # Errors
     /// This node, or one below it, cannot reach a peer.
@@ -328,8 +329,8 @@ impl Node {
         drop(self.parts.membership.end_others(&[]).await);
     }
 
-    /// Frees all room on the data dirs, even under open files, so that the node no longer serves any bytes. Returns the bytes
-    /// freed.
+    /// Frees all the space that the node uses in its data dirs, even in files that are still open.
+    /// After that, the node no longer serves any bytes. Returns the bytes freed.
     pub fn free_all(&self) -> u64 {
         self.parts.store.free_all()
     }

@@ -1,8 +1,8 @@
 //! The nodes of the session as one node sees them: their addresses, and a way to ask each of them something.
 //!
-//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this
-//! very node it holds a [`Loopback`], a connection that calls the local service. So asking oneself is asking a peer: the
-//! same messages, the same deadlines and the same errors, and no caller distinguishes the two.
+//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this very
+//! node it holds a [`Loopback`], a connection that calls the local service. Asking oneself is therefore the same as asking a peer:
+//! the same messages, the same deadlines and the same errors, and no caller distinguishes the two.
 //!
 //! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward it. The loopback refers
 //! to the service weakly, so that it does not keep a closed node alive.
@@ -37,7 +37,7 @@ pub(crate) enum PeerError {
     /// The request did not get through, or its answer did not get back.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The peer answered that it will not do it.
+    /// The peer rejected the request.
     #[error("node {node}: {rejection}")]
     Rejected {
         node: NodeId,
@@ -114,7 +114,7 @@ impl Peers {
 
     /// Has requests to this very node answered by its own service.
     pub(crate) fn set_loopback(&self, address: SocketAddr, service: Weak<dyn Service>, blocking: Arc<dyn Blocking>) {
-        // A node has one service for its whole life, so a second call sets the same.
+        // A node has one service for its whole life, so a second call would set the same one.
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
@@ -124,7 +124,7 @@ impl Peers {
         let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
     }
 
-    /// Connects to the peers that this node meets at the start of a session.
+    /// Connects to the peers that this node needs to reach at the start of a session.
     pub(crate) async fn meet(&self) -> Result<(), PeerError> {
         let connecting = met_at_start(self.node.index(), self.count())
             .into_iter()
@@ -225,9 +225,9 @@ fn reply<T>(node: NodeId, decoded: Result<Answered<T>, InvalidMessage>) -> Resul
     }
 }
 
-/// Returns the peers that a node meets at the start. In a small session these are all peers. In a large one, they are the nodes 1,
-/// 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of nodes, and
-/// near and far paths through the network are tried.
+/// Returns the peers that a node connects to at the start. In a small session these are all peers. In a large one, they are the
+/// nodes 1, 2, 4, 8 ... places further on in the roster. The number of connections then grows with the logarithm of the number of
+/// nodes, and near and far paths through the network are tried.
 fn met_at_start(node: usize, count: usize) -> Vec<usize> {
     if count <= PAIRS_ALL_TRIED_NODES {
         return (0..count).filter(|&peer| peer != node).collect();
@@ -243,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn few_meet_all_and_many_meet_a_few() {
+    fn a_node_connects_to_all_peers_in_a_small_session_and_to_a_few_in_a_large_one() {
         assert_eq!(met_at_start(1, 3), [0, 2]);
         assert_eq!(met_at_start(0, 1), []);
         assert_eq!(met_at_start(15, 17), [16, 0, 2, 6, 14]);

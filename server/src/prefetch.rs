@@ -1,22 +1,24 @@
 //! Prefetch: fetches blocks ahead of readers that have sent the order in which they will read samples.
 //!
-//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the order. It sees by the arena's marks
-//! which of them were read, releases those, and fetches as many further ones. A controller decides by feedback how far it reads
-//! ahead, and with how many requests at once, within the limits of the policy (`dayfly tune --prefetch`).
+//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the
+//! order. From the arena's marks it learns which of them were read; it releases those and fetches
+//! the same number of new ones. A controller uses feedback to decide how far the task reads ahead,
+//! and with how many requests at once, within the limits of the policy (`dayfly tune --prefetch`).
 //!
 //! # Parts
 //!
 //! - [`Prefetcher`]: all orders of the node, their memory limits, and their counters.
 //! - [`SampleOrder`]: the samples of one order, as they arrive from a client.
 //! - [`order`]: the task that reads ahead along one order.
-//! - [`controller`]: decides the depth and the number of requests. It does not know chunks or time, so tests simulate it.
+//! - [`controller`]: decides the depth and the number of requests. It knows nothing about chunks or
+//!   time, so tests can drive it with simulated feedback.
 //!
 //! # Invariants
 //!
 //! - All orders together lease at most three quarters of the arena. The rest is for requests of processes.
 //! - While a request of a process waits for room, an order allocates none, and shrinks its window.
-//! - If nothing of an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
-//! - A chunk that a process asked for itself does not enter the window.
+//! - If nothing in an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
+//! - A chunk that a process itself requested does not enter the window.
 //!
 //! Prefetch never reports errors: a chunk that cannot be fetched fails again for its reader, who gets the error then. It does
 //! not cache blocks; it passes each chunk that was read to the fetcher, which does.

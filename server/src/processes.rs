@@ -20,7 +20,7 @@ struct ProcessTable {
     attached: HashMap<i32, Process>,
     free_slots: Vec<u32>,
     next_slot: u32,
-    /// The sum of what processes that are no longer attached have read.
+    /// The total of what was read by processes that are no longer attached.
     detached_reads: [Reads; SOURCES],
 }
 
@@ -101,7 +101,8 @@ impl Drop for Attachment {
     }
 }
 
-/// Waits until a process has exited. Waits forever if this server cannot see the process, as in another container.
+/// Waits until a process has exited. Waits forever if this server cannot see the process, for
+/// example because it is in another container.
 #[allow(deprecated, reason = "unsound only for types that close a descriptor they do not own; this one owns its descriptor")]
 pub(crate) async fn exit_of(pid: i32) {
     let watched = Pid::from_raw(pid).and_then(|pid| pidfd_open(pid, PidfdFlags::NONBLOCK).ok());

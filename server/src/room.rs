@@ -40,7 +40,7 @@ pub(crate) enum RoomError {
     /// A drive did not free the blocks that were evicted.
     #[error("cannot free cached blocks: {0}")]
     Free(#[source] io::Error),
-    /// A drive did not take the table of cached blocks.
+    /// A segment could not be prepared for cached blocks.
     #[error("cannot prepare for caching blocks: {0}")]
     Prepare(#[source] io::Error),
     #[error(transparent)]
@@ -105,8 +105,8 @@ impl Room {
         }
     }
 
-    /// Evicts cached blocks for a stage-in that found no room for `bytes`, and for some more. Returns whether another
-    /// attempt is worth it.
+    /// Evicts cached blocks, because a stage-in found no room for `bytes`, and evicts somewhat more
+    /// than that. Returns whether another attempt is worth it.
     pub(crate) async fn make_room(self: &Arc<Self>, bytes: u64) -> Result<bool, RoomError> {
         let _alone = self.planning.lock().await;
         let (has_room, missing) =
@@ -187,8 +187,8 @@ impl Room {
     async fn evict(self: &Arc<Self>, wanted: u64) -> Result<u64, RoomError> {
         let (mut freed, mut rounds) = (0, 0);
         while freed < wanted {
-            // A page of a drive is free when the last block in it is evicted. Where blocks are small, the first rounds free
-            // little, so each round evicts more.
+            // A page on a drive becomes free when the last block in it is evicted. Where blocks are
+            // small, the first rounds free little, so each round evicts more.
             let more = (wanted - freed).saturating_mul(1 << rounds);
             rounds = (rounds + 1).min(ROUNDS_MAX);
             if !self.on_drives(move |room| room.has_withdrawn() || room.withdraw(more)).await? {

@@ -35,7 +35,7 @@ use source::Sources;
 
 /// The environment variable that selects one seed, whose messages are printed.
 const ONE_SEED: &str = "DAYFLY_SIMULATION_SEED";
-/// Seeds of one test run by default.
+/// Number of seeds in one test run by default.
 const SEEDS: u64 = 5000;
 /// A planted bug must be found within this many seeds.
 const SEEDS_TO_FIND: u64 = 20;
@@ -60,7 +60,7 @@ fn seeds() -> Range<u64> {
     }
 }
 
-/// Returns the cores that this process may use, each as its own set.
+/// Returns the cores that this process may use, each as a set of its own.
 fn cores() -> Vec<CpuSet> {
     let allowed = sched_getaffinity(Pid::from_raw(0)).unwrap();
     let alone = |core| {

@@ -1,7 +1,7 @@
 //! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
 //!
-//! [`NodeStageIns`] holds one [`NodeStageIn`] for each stage-in that runs. The coordinator, on node 0, drives it with
-//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works by itself:
+//! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives it with requests:
+//! begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
 //!
 //! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
 //! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
@@ -9,9 +9,9 @@
 //! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
 //! - `memory`: divides the node's memory for stage-ins.
 //!
-//! Invariants: a part ends exactly once, when it is removed from [`NodeStageIns`]. Then it is either settled (the dataset
-//! stays) or aborted (nothing stays). Once the dataset is visible here, only the coordinator may take that back,
-//! because other nodes may show it too. No wait of a worker outlasts the cancellation of its stage-in.
+//! Invariants: a part ends exactly once, when it is removed from [`NodeStageIns`]. Then it is either settled (the dataset stays) or
+//! aborted (nothing stays). Once the dataset is visible here, only the coordinator may take that back, because other nodes may show
+//! it too. No worker keeps waiting once its stage-in has been canceled.
 //!
 //! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`], which it
 //! knows only as a peer that it asks.
@@ -82,14 +82,14 @@ pub(crate) struct NodeStageIns {
     running: Mutex<HashMap<u64, Running>>,
 }
 
-/// A stage-in that runs on this node.
+/// A stage-in that is running on this node.
 struct Running {
     stage_in: Arc<NodeStageIn>,
     /// Keeps caching paused.
     _guard: StageInGuard,
 }
 
-/// The coordinator's announcement of a stage-in that begins.
+/// The coordinator's announcement that a stage-in is beginning.
 pub(crate) struct StageInOrder {
     pub(crate) number: u64,
     pub(crate) coordinator: NodeId,
@@ -136,12 +136,12 @@ impl NodeStageIns {
         self.running().get(&number).map(|running| running.stage_in.clone()).ok_or(NodeStageInError::NotRunning)
     }
 
-    /// Returns all stage-ins that run on this node.
+    /// Returns all stage-ins that are running on this node.
     pub(crate) fn all(&self) -> Vec<Arc<NodeStageIn>> {
         self.running().values().map(|running| running.stage_in.clone()).collect()
     }
 
-    /// Returns whether any stage-in runs on this node.
+    /// Returns whether any stage-in is running on this node.
     #[cfg(test)]
     pub(crate) fn is_any(&self) -> bool {
         !self.running().is_empty()
@@ -156,17 +156,17 @@ impl NodeStageIns {
         self.all().into_iter().flat_map(datasets).flatten().find(|dataset| dataset.id() == id)
     }
 
-    /// Makes room for what a stage-in writes in addition to blocks, before it begins.
+    /// Before a stage-in begins, makes room for what it will write in addition to blocks.
     pub(crate) async fn make_headroom(&self) -> Result<(), NodeStageInError> {
         Ok(self.context.room.make_headroom(0).await?)
     }
 
-    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has ended already.
+    /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has already ended.
     pub(crate) async fn settle(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::settle).await.map(drop)
     }
 
-    /// Ends a stage-in and undoes all that it did. Does nothing if it has ended already.
+    /// Ends a stage-in and undoes everything that it did. Does nothing if it has already ended.
     pub(crate) async fn abort(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::abort).await.map(drop)
     }
@@ -195,12 +195,12 @@ pub(crate) struct NodeStageIn {
     /// Memory for batches that arrive, until they are written.
     landing: Region,
     monitor: Arc<ProgressMonitor>,
-    /// Paths that the coordinator has workers look for.
+    /// Paths that the coordinator has told workers to look for.
     suspect_paths: Arc<SuspectPaths>,
     /// The workers' runs, once all workers have finished.
     runs: watch::Sender<Option<Runs>>,
     publication: Mutex<Publication>,
-    /// Room for the catalog, reserved while files are found, so that blocks do not take it.
+    /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
     /// Set together with the monitor's flag: ends the waits of workers at once.
@@ -225,7 +225,7 @@ struct Publication {
     prepared: Option<Arc<Dataset>>,
     /// The dataset, once it is visible.
     visible: Option<DatasetId>,
-    /// The dataset that it replaced, until that is settled.
+    /// The dataset that the new one replaced, until the replacement is settled.
     replaced: Option<Arc<Dataset>>,
 }
 
@@ -279,8 +279,9 @@ impl NodeStageIn {
         let _ = self.cancelled.set(());
     }
 
-    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is canceled. A worker that waits
-    /// through this stops waiting then, whatever a drive or a peer does.
+    /// Returns the output of `work`, or [`StageInError::Cancelled`] as soon as the stage-in is
+    /// canceled. A worker that waits by means of this function stops waiting at that moment,
+    /// whatever a drive or a peer does.
     async fn unless_cancelled<T>(&self, work: impl Future<Output = T>) -> Result<T, StageInError> {
         tokio::select! {
             biased;

@@ -69,7 +69,7 @@ pub(crate) struct Damage {
 
 impl Damage {
     /// Counts bytes of `what` that differ from what was staged in, and logs a warning. At each hop, only the first, second, fourth,
-    /// eighth case and so on is logged, so that a network or drive that damages much does not fill the log.
+    /// eighth case and so on is logged, so that a network or drive that damages a lot of data does not fill the log.
     pub(crate) fn record(&self, hop: Hop, owner: NodeId, what: impl Display, Mismatch { expected, found }: Mismatch) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {

@@ -5,7 +5,7 @@
 //! # Parts
 //!
 //! - [`Store`]: the node's drives and visible datasets, and the memory that it shares with all processes of the node.
-//! - [`drive`]: a data dir, the share of the capacity that it got, and reservations of it.
+//! - [`drive`]: a data dir, its share of the node's capacity, and reservations of that share.
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.
@@ -85,7 +85,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Opens the data dirs. `capacity` holds for all of them together, and is divided among them by their free room.
+    /// Opens the data dirs. `capacity` applies to all of them together, and is divided among them by their free room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
         let status_page_file = shared_file("dayfly-status-page", status_page::FILE_LEN)?;
         let counters_file = shared_file("dayfly-counters", status_page::COUNTERS_LEN)?;
@@ -126,8 +126,8 @@ impl Store {
         by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns the most that
-    /// any drive lacks of it.
+    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that
+    /// is more. Returns the largest number of these bytes that any drive lacks.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
@@ -146,8 +146,8 @@ impl Store {
         self.drives.iter().any(has)
     }
 
-    /// Lets segments use the headroom from now on. Returns whether they had to leave it free before, so that a stage-in that
-    /// found no room tries again.
+    /// Lets segments use the headroom. Returns whether they had to leave it free
+    /// before; if so, a stage-in that found no room should try again.
     pub(crate) fn release_headroom(&self) -> bool {
         let was_protected = self.drives.iter().any(|drive| drive.protected_headroom() > 0);
         self.protect_headroom(false);
@@ -209,8 +209,9 @@ impl Store {
         Ok(None)
     }
 
-    /// Makes a dataset visible and hides the one that it replaces, which is returned. From now on clients find the new
-    /// dataset, and bytes that they copy out of the old one do not count: such a read fails with `EIO`.
+    /// Makes a dataset visible and hides the one that it replaces, which is returned. From then on,
+    /// clients find the new dataset. Bytes that they copy out of the old one are not used: such a
+    /// read fails with `EIO`.
     pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = replaces.and_then(|id| datasets.remove(&id));

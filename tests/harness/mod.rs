@@ -4,6 +4,7 @@
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
 pub(crate) mod drive;
+pub(crate) mod hosts;
 pub(crate) mod inside;
 pub(crate) mod samples;
 pub(crate) mod strace;

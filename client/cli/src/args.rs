@@ -6,9 +6,11 @@ mod namespace;
 mod session;
 mod stage_in;
 
+use std::ffi::OsString;
+use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 
 pub(crate) use namespace::{
     CatArguments, CpArguments, DfArguments, DuArguments, LsArguments, MetricsArguments, StatArguments, StatusArguments,
@@ -42,6 +44,36 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 pub(crate) struct Arguments {
     #[command(subcommand)]
     pub(crate) command: Command,
+}
+
+impl Arguments {
+    /// Parses a command line, which begins with the program's name.
+    pub(crate) fn parse_line(line: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
+        // Without this, `--seed -1` would be called an unknown option instead of a wrong number.
+        let is_option = |argument: &clap::Arg| !argument.is_positional() && argument.get_action().takes_values();
+        let allow = |argument: clap::Arg| if is_option(&argument) { argument.allow_negative_numbers(true) } else { argument };
+        let mut command = Self::command().mut_subcommands(|command| command.mut_args(allow));
+        let matches = command.try_get_matches_from_mut(line)?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
+    }
+
+    /// Checks what the parser cannot: that options of the launch have an effect.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let launch = match &self.command {
+            Command::Up(arguments) => &arguments.session.launch,
+            Command::Run(arguments) => &arguments.session.launch,
+            _ => return Ok(()),
+        };
+        launch.check()
+    }
+}
+
+/// Returns a parser of whole numbers in a range.
+fn number<T: TryFrom<u64>>(range: RangeInclusive<u64>) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync + 'static {
+    move |text| {
+        let number = text.parse().ok().filter(|number| range.contains(number)).and_then(|number| T::try_from(number).ok());
+        number.ok_or_else(|| format!("it is not a whole number from {} to {}", range.start(), range.end()))
+    }
 }
 
 #[derive(Subcommand)]
@@ -104,8 +136,42 @@ pub(crate) struct ManArguments {
 mod tests {
     use clap::CommandFactory;
 
+    use super::Arguments;
+
     #[test]
     fn the_command_line_is_consistent() {
-        super::Arguments::command().debug_assert();
+        Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn wrong_numbers_stage_ins_and_options_without_effect_are_refused_with_a_reason() {
+        let check = |line: &str, expect: Option<&str>| {
+            let words = ["dayfly"].into_iter().chain(line.split(' ')).map(Into::into);
+            let parsed = Arguments::parse_line(words).map_err(|error| error.to_string());
+            let message = parsed.and_then(|arguments| arguments.check()).err();
+            match (&message, expect) {
+                (Some(message), Some(word)) => assert!(message.contains(word), "{line}: {message}"),
+                (message, expect) => assert_eq!(message.as_deref(), expect, "{line}"),
+            }
+        };
+        for number in ["-1", "x", "99999999999999999999", "1.5"] {
+            check(
+                &format!("stage-in a /dayfly/a --seed {number}"),
+                Some("it is not a whole number from 0 to 18446744073709551615"),
+            );
+            check(&format!("up --local {number}"), Some("it is not a whole number from 1 to 250"));
+        }
+        check("stage-in a /dayfly/a --seed 18446744073709551615", None);
+        check("top --interval -1", Some("is not a number of seconds"));
+        for wrong in ["a.tar", ":/dayfly/a", "a.tar:dayfly"] {
+            check(&format!("run --stage-in {wrong} -- true"), Some("as in train.tar:/dayfly/train"));
+        }
+        check("run --stage-in a.tar:/dayfly/a -- true", None);
+        check("up --nodes 3", Some("only with --launcher manual"));
+        check("run --launcher ssh --hosts a --nodes 3 -- true", Some("only with --launcher manual"));
+        check("up --launcher manual --nodes 3 --key-file k", None);
+        check("up --local 2 --launcher-args -v", Some("--launcher-args has no effect"));
+        check("up --launcher local --key-file k", Some("--key-file has no effect"));
+        check("up --launcher slurm --launcher-args -v --key-file k", None);
     }
 }

@@ -19,6 +19,8 @@ use dayfly_meta::path::display;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 
+use crate::closed_stdout;
+
 /// The operation failed.
 pub(crate) const FAILED: u8 = 1;
 /// The arguments are wrong (clap uses the same status).
@@ -162,7 +164,7 @@ fn is_writable(stderr: &Stderr) -> bool {
 /// each line of the message, but keeps the line ends.
 pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
     if !error.use_stderr() {
-        error.print().map_err(name_stdout)?;
+        closed_stdout::check().and_then(|()| error.print()).map_err(name_stdout)?;
         return Ok(ExitCode::SUCCESS);
     }
     // To render without colors, clap removes escape sequences, even those in arguments, so the
@@ -191,7 +193,7 @@ pub(crate) fn output() -> Output {
 
 impl Write for Output {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.write(bytes).map_err(name_stdout)
+        closed_stdout::check().and_then(|()| self.0.write(bytes)).map_err(name_stdout)
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -4,19 +4,21 @@
 //! the composition root, it alone may depend on every crate.
 
 mod args;
+mod closed_stdout;
 mod commands;
 mod failure;
 mod namespace;
 mod preload;
 mod size;
 
+use std::env;
 use std::process::ExitCode;
 
-use clap::Parser;
+use failure::Failure;
 
 fn main() -> ExitCode {
-    let result = match args::Arguments::try_parse() {
-        Ok(arguments) => commands::run(arguments.command),
+    let result = match args::Arguments::parse_line(env::args_os()) {
+        Ok(arguments) => arguments.check().map_err(Failure::usage).and_then(|()| commands::run(arguments.command)),
         Err(error) => failure::report_arguments(error),
     };
     let status = result.unwrap_or_else(|failure| failure.report());

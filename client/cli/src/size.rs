@@ -5,11 +5,12 @@ pub(crate) use dayfly_launch::units::show_bytes as show;
 /// Parses `10GiB` and `512M` (binary), `5GB` (decimal), or plain bytes.
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
     let invalid = || format!("'{text}' is not a size; write it as 10GiB, 512MiB or plain bytes");
+    let too_large = || format!("'{text}' is too large; a size is less than 16EiB");
     let text = text.trim();
     let digits = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
     let unit = unit.trim().to_ascii_lowercase();
-    let power = |letter: &str| "bkmgtp".find(letter).map(|power| power as u32);
+    let power = |letter: &str| "bkmgtpe".find(letter).map(|power| power as u32);
     let factor = match unit.as_str() {
         "" | "b" => 1,
         _ if unit.len() == 3 && unit.ends_with("ib") => {
@@ -22,10 +23,10 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         _ => return Err(invalid()),
     };
     match number.parse::<u64>() {
-        Ok(number) => number.checked_mul(factor).ok_or_else(invalid),
+        Ok(number) => number.checked_mul(factor).ok_or_else(too_large),
         Err(_) => {
             let bytes = number.parse::<f64>().map_err(|_| invalid())? * factor as f64;
-            if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(invalid()) }
+            if bytes.is_finite() && bytes < u64::MAX as f64 { Ok(bytes as u64) } else { Err(too_large()) }
         }
     }
 }
@@ -53,8 +54,12 @@ mod tests {
         check("1.5k", Some(1536));
         check("2GB", Some(2_000_000_000));
         check("7 b", Some(7));
+        check("15EiB", Some(15 << 60));
         for wrong in ["", "x", "-1", "1XiB", "1BiB", "99999999999PiB", "1.2.3G", "GiB"] {
             check(wrong, None);
+        }
+        for (text, word) in [("1XiB", "is not a size"), ("16EiB", "is too large"), ("99999999999PiB", "is too large")] {
+            assert!(parse(text).unwrap_err().contains(word), "{text}");
         }
         assert_eq!((show(1023), show(1536), show(10 << 30)), ("1023B".into(), "1.5KiB".into(), "10.0GiB".into()));
     }

@@ -1,4 +1,4 @@
-//! Building a catalog from resolved members that arrive in walk order. Memory does not grow with
+//! Builds a catalog from resolved members that arrive in walk order. Memory does not grow with
 //! their number: each column streams into an unnamed file of its own, and
 //! [`CatalogBuilder::finish`] joins the columns.
 
@@ -40,8 +40,7 @@ pub enum BuildError {
     /// The dataset has more blocks than a catalog can number.
     #[error("more than {ENTRIES_MAX} blocks in one dataset; stage its sources into several datasets")]
     Blocks,
-    /// A file has a number of blocks or checksums that does not match its size. The run it came
-    /// from was damaged.
+    /// A file has a number of blocks or checksums that does not match its size. The sorted run that it came from is damaged.
     #[error("'{0}' has a number of blocks or checksums that does not match its size")]
     Shape(String),
     /// The members did not arrive in walk order, which is a bug in the merge.
@@ -106,8 +105,7 @@ struct OpenDirectory {
 
 /// Bytes of a column that are copied at a time.
 const COPY_LEN: u64 = 16 << 20;
-/// Length of the values of a directory that become known only when it closes: entry, next entry, row
-/// in `Others`, links.
+/// Length of the values that become known only when a directory closes: entry, next entry, row in `Others`, links.
 const PATCH_LEN: usize = 16;
 
 impl<'a> CatalogBuilder<'a> {
@@ -145,8 +143,7 @@ impl<'a> CatalogBuilder<'a> {
     ///
     /// # Errors
     ///
-    /// If the catalog is full, cannot be written, or the merge passed a member that does not belong
-    /// here.
+    /// If the catalog is full or cannot be written, or if the merge passed a member that does not belong here.
     pub fn add(&mut self, path: &[u8], member: &Member, names: u32) -> Result<(), BuildError> {
         if !self.open.is_empty() && walk_order(&self.last_path, path).is_ge() {
             return Err(BuildError::Order(display(path)));
@@ -221,8 +218,7 @@ impl<'a> CatalogBuilder<'a> {
         self.add_entry(path, EntryKind::Symlink, row).map(drop)
     }
 
-    /// Closes the directories that `path` is not below, and opens those on its path that no member
-    /// named.
+    /// Closes the directories that do not contain `path`, and opens the directories above it that no member named.
     fn open_parents(&mut self, path: &[u8]) -> Result<(), BuildError> {
         while self.open.last().is_some_and(|directory| !is_below(path, &directory.path)) {
             self.close_directory()?;

@@ -1,6 +1,6 @@
-//! The check of a whole catalog, which each server makes once before it shows the dataset. After
-//! it, every access that follows the catalog's own numbers succeeds, walks end, and every name is
-//! valid as a file name.
+//! The check of a whole catalog, which each server makes once before it shows the dataset. Once it
+//! has passed, every access that follows the catalog's own numbers succeeds, every walk ends, and
+//! every name is a valid file name.
 
 use super::layout::{BUCKET_LEN, Column, EntryKind};
 use super::map::{Catalog, CatalogError, EntryId, block_len};

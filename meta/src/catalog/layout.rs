@@ -1,4 +1,4 @@
-//! The bytes of a catalog: a fixed start, a small rkyv header, then page-aligned columns of
+//! The byte layout of a catalog: a fixed start, a small rkyv header, then page-aligned columns of
 //! fixed-width little-endian records. The path index is one of the columns; the last one contains
 //! all names.
 
@@ -13,7 +13,7 @@ pub(crate) const START_LEN: usize = 32;
 /// Upper bound on the length of the rkyv header. No part of it grows with the dataset.
 pub(crate) const HEADER_LEN_MAX: usize = 4096 - START_LEN;
 
-/// The columns, in the order of the file.
+/// The columns, in their order in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub(crate) enum Column {
@@ -38,7 +38,7 @@ pub(crate) enum Column {
     /// a full bucket overflows into the next. The upper half of a slot is a fingerprint, the lower
     /// half the entry plus one, or 0 if the slot is free.
     Index,
-    /// [`SourceRecord`]s, in the order that the user gave.
+    /// [`SourceRecord`]s, in the order in which the user gave the sources.
     Sources,
     /// Names, symlink targets and source paths, back to back.
     Names,
@@ -149,7 +149,7 @@ pub(crate) struct NodeRecord {
     pub(crate) mtime_s: i64,
     pub(crate) mtime_ns: u32,
     pub(crate) mode: u32,
-    /// The number of names, or of a directory's subdirectories plus two.
+    /// A sample's number of names, or a directory's number of subdirectories plus two.
     pub(crate) links: u32,
     /// A sample's first block, or the length of a symlink's target.
     pub(crate) extra: u32,
@@ -255,7 +255,7 @@ pub enum Compression {
 pub struct Source {
     /// Its absolute path on the PFS.
     pub path: Vec<u8>,
-    /// The directory of the dataset below which the source's names lie; empty for the root. For a
+    /// The directory in the dataset below which the source's names lie; empty for the root. For a
     /// single file, its path in the dataset.
     pub prefix: Vec<u8>,
     /// The kind of source.
@@ -335,7 +335,7 @@ pub(crate) fn index_bucket(hash: u64, buckets: u64) -> (u64, u32) {
     (((u128::from(hash) * u128::from(buckets)) >> 64) as u64, hash as u32)
 }
 
-/// Returns the number of buckets of an index over this many entries. The index is four fifths full,
+/// Returns the number of buckets in an index of this many entries. The index is four fifths full,
 /// so few buckets overflow.
 pub(crate) fn index_buckets(entries: u64) -> u64 {
     (entries + entries / 4).div_ceil(BUCKET_SLOTS as u64) + 1

@@ -38,7 +38,7 @@ pub enum CatalogError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct EntryId(pub u32);
 
-/// A name of the dataset.
+/// A name in the dataset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry<'a> {
     /// The entry's number.
@@ -51,7 +51,7 @@ pub struct Entry<'a> {
     pub parent: EntryId,
     /// The first entry after everything below this one.
     pub next: EntryId,
-    /// The sample's number, or a number among directories and symlinks.
+    /// The sample's number, or the entry's number among directories and symlinks.
     pub node: u32,
 }
 
@@ -69,7 +69,7 @@ pub struct Attributes {
     pub size: u64,
     /// Permission bits, without the file type.
     pub mode: u32,
-    /// Number of a file's names, or of a directory's subdirectories plus two.
+    /// A file's number of names, or a directory's number of subdirectories plus two.
     pub links: u32,
     /// Modification time, in whole seconds since 1970.
     pub mtime_s: i64,
@@ -122,8 +122,7 @@ impl Catalog {
     ///
     /// # Errors
     ///
-    /// If the file cannot be mapped, is no catalog of this version, or its header contradicts
-    /// itself.
+    /// If the file cannot be mapped, is not a catalog of this version, or has a header that contradicts itself.
     pub fn open(file: &File) -> Result<Self, CatalogError> {
         let map = map_immutable(file)?;
         let start = Start::decode(&map).ok_or(CatalogError::Version)?;
@@ -167,7 +166,7 @@ impl Catalog {
         Ok(Self { map, header, columns: record.columns })
     }
 
-    /// Facts about the dataset as a whole.
+    /// Returns facts about the dataset as a whole.
     pub fn header(&self) -> &Header {
         &self.header
     }
@@ -312,8 +311,8 @@ impl Catalog {
         // First blocks never decrease from sample to sample, so the sample is the last one that
         // starts at or before the block. A sample without blocks starts where its successor does,
         // so the last such sample is one with blocks. Nearly all samples have one block, so the
-        // search begins where the sample would be if all had, and doubles its distance with each
-        // step.
+        // search begins where the sample would be if every sample had one, and doubles its distance
+        // with each step.
         let starts_by = |sample: u32| self.node(Column::Samples, sample).map(|node| node.extra <= block.0);
         let guess = self.guess(block)?;
         let (mut low, mut high) = (guess, guess);
@@ -379,8 +378,8 @@ impl Catalog {
     }
 
     /// Returns the row of a block's first checksum. A block without a row in `Larges` has one
-    /// checksum, so the row is found by counting back from the next block that has one, or from the
-    /// end of the column.
+    /// checksum, so the row is found by counting back from the next block that has a row there, or
+    /// from the end of the column.
     fn first_checksum(&self, block: u64) -> Option<u64> {
         let larges = self.columns[Column::Larges as usize].count;
         let (mut low, mut high) = (0, larges);

@@ -13,8 +13,8 @@ use crate::id::NodeId;
 use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
 
-/// A member's position in the order of all members: first by source, in the order that the user
-/// gave, then in the order of the source. It is also the origin of the sample.
+/// A member's position in the order of all members: first by source, in the order in which the user
+/// gave them, then by position in the source. The position of a file is also the sample's origin.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemberKey {
     /// Index of the source.
@@ -49,7 +49,7 @@ pub enum MemberKind {
     Directory,
     /// A symlink, with its target as written.
     Symlink(Vec<u8>),
-    /// Another name for what this path meant at this point of the order.
+    /// Another name for what this path meant at this point in the order.
     HardLink(Vec<u8>),
 }
 
@@ -74,7 +74,7 @@ pub struct Member {
 }
 
 impl Member {
-    /// Compares members in the order of runs: by path as a walk visits them, then by position.
+    /// Compares members in the order of a sorted run: by path in walk order, then by position.
     pub fn run_order(&self, other: &Self) -> Ordering {
         walk_order(&self.path, &other.path).then(self.key.cmp(&other.key))
     }
@@ -196,7 +196,7 @@ mod tests {
                     end => break end,
                 }
             };
-            // Zeros at the end of a record may be its own.
+            // A record may itself end in zeros.
             assert!(members.starts_with(&read) && (end.is_err() || lost == run), "{at}");
         }
     }

@@ -1,14 +1,14 @@
 //! Decides what each path resolves to when all members are unpacked one after another in the order of
 //! the sources.
 //!
-//! The rules are GNU tar's. A later member replaces an earlier one of the same path. A directory
+//! The rules are GNU tar's. A later member replaces an earlier one with the same path. A directory
 //! replaces anything else, and anything replaces an empty directory. Nothing replaces a directory
 //! that contains something, and nothing is unpacked below a path that is not a directory: such a
 //! member is rejected. Unlike tar, a symlink never counts as a directory, wherever it leads.
 //!
-//! Members arrive sorted by path, so this streams. Only if a path is both a directory and something
-//! else are the members below it collected and replayed in their order, up to a bound. Hard links
-//! are resolved in a separate pass, by [`LinkCollector`].
+//! Members arrive sorted by path, so they are resolved as a stream. Only if a path is both a
+//! directory and something else are the members below it collected and replayed in their order, up
+//! to a bound. Hard links are resolved in a separate pass, by [`LinkCollector`].
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -41,7 +41,7 @@ pub enum ResolveError {
     },
     /// The coordinator's memory is too small to resolve all hard links.
     #[error(
-        "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} of them were found so far; allow more memory with --stage-in-memory, or stage the sources into several datasets"
+        "the sources have more hard links than can be resolved in {memory} bytes of memory: {links} were found so far; allow more memory with --stage-in-memory, or stage the sources into several datasets"
     )]
     HardLinks {
         /// The memory for hard links, in bytes.
@@ -56,7 +56,7 @@ pub enum ResolveError {
 pub struct Refused {
     /// The number of members.
     pub count: u64,
-    /// The paths of the first few, as text with a reason.
+    /// The paths of the first few, as text, each with a reason.
     pub names: Vec<String>,
 }
 
@@ -142,7 +142,7 @@ struct Replayed {
     members: Vec<Member>,
 }
 
-/// Unpacks `members`, all of them at or below `top`, in their order.
+/// Unpacks `members` in their order. All of them are at or below `top`.
 fn replay(top: &[u8], mut members: Vec<Member>, refused: &mut Refused) -> Vec<History> {
     members.sort_by_key(|member| member.key);
     let mut tree: HashMap<Vec<u8>, Replayed> = HashMap::new();
@@ -191,7 +191,7 @@ fn ancestors_within<'a>(path: &'a [u8], top: &[u8]) -> Vec<&'a [u8]> {
 
 /// The hard links among all members, collected before they are resolved.
 pub struct LinkCollector {
-    /// Bytes that may be taken, and bytes that are.
+    /// Bytes that may be taken, and bytes that are taken.
     memory: usize,
     taken: usize,
     links: Vec<(MemberKey, Vec<u8>)>,
@@ -222,7 +222,7 @@ impl LinkCollector {
         Ok(())
     }
 
-    /// Determines what each link meant at its point of the order, in one pass over all histories.
+    /// Determines what each link meant at its point in the order, in one pass over all histories.
     ///
     /// # Errors
     ///
@@ -237,8 +237,8 @@ impl LinkCollector {
                 known.insert(history.path, history.members);
             }
         }
-        // A link points only backwards. In the order of their keys, each link therefore finds its
-        // target already resolved.
+        // A link points only backward. If links are resolved in the order of their keys, each one
+        // therefore finds its target already resolved.
         self.links.sort_unstable();
         let mut links = Links::default();
         for (key, target) in self.links {
@@ -367,7 +367,7 @@ mod tests {
     /// directory. Archive members that would do so are refused, counted, and named in the summary; the
     /// rest is staged in, as tar also continues."
     #[test]
-    fn conflicts_come_out_as_gnu_tar_leaves_them() {
+    fn conflicts_are_resolved_as_gnu_tar_resolves_them() {
         check("f a\nf a", &["a=1x1"], 0);
         check("f a\nd a", &["a/"], 0);
         check("d a\nf a", &["a=1x1"], 0);
@@ -386,7 +386,7 @@ mod tests {
     /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
     /// links than fit there are an error."
     #[test]
-    fn hard_links_take_no_more_memory_than_there_is() {
+    fn hard_links_take_no_more_memory_than_is_allowed() {
         let mut collector = LinkCollector::new(10_000);
         let kind = MemberKind::HardLink(b"target".to_vec());
         let key = MemberKey { source: 0, offset: 0 };
@@ -398,7 +398,7 @@ mod tests {
 
     /// SEMANTICS: "A hard link refers to the file that its target was at that point of the order."
     #[test]
-    fn hard_links_mean_what_their_target_was_then() {
+    fn hard_links_refer_to_what_their_target_was_at_that_point() {
         check("f a\nh b a", &["a=0x2", "b=0x2"], 0);
         check("f a\nh b a\nf a", &["a=2x1", "b=0x1"], 0);
         check("f a\nh b a\nh c b\nf b", &["a=0x2", "b=3x1", "c=0x2"], 0);

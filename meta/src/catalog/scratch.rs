@@ -1,6 +1,6 @@
 //! Files that are written once and read back once, with a checksum over all bytes. If the drive
-//! lost some of them in between, reading is an error; without the checksum, pages of zeros would
-//! end up in a catalog.
+//! lost some of the bytes in between, reading fails; without the checksum, pages of zeros would end
+//! up in a catalog.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek, Write};

@@ -1,5 +1,4 @@
-//! Commands of the command line, and the events by which a server reports their progress and
-//! result.
+//! Command-line commands, and the events with which a server reports their progress and results.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -57,7 +56,7 @@ pub struct Selection {
     pub nested: bool,
     /// Which files count as one sample.
     pub group: Grouping,
-    /// How conflicts between rival sources end.
+    /// How conflicts between rival sources are resolved.
     pub on_conflict: OnConflict,
     /// Whether each archive is unpacked into a directory with its name.
     pub prefix_by_source: bool,
@@ -68,8 +67,8 @@ pub struct Selection {
     pub keep_going: bool,
 }
 
-/// How a path conflict ends: several sources of one pattern or list contain different samples with
-/// the same path.
+/// How a path conflict is resolved. In a path conflict, several sources of one pattern or list
+/// contain different samples with the same path.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnConflict {
     /// The conflict ends the stage-in.
@@ -96,7 +95,7 @@ pub enum Event {
     Down {
         /// The number of nodes that stopped.
         nodes: u16,
-        /// Bytes freed on the data dirs.
+        /// Bytes freed in the data dirs.
         freed_bytes: u64,
         /// Nodes that could not be reached, each with the reason.
         unreached: Vec<String>,
@@ -305,7 +304,7 @@ pub struct Summary {
     pub counts: Counts,
     /// Milliseconds from the request to this summary.
     pub elapsed_ms: u64,
-    /// The fullest node's share over the mean, in thousandths.
+    /// How much more than the mean the fullest node holds, in thousandths of the mean.
     pub imbalance_permille: u64,
     /// Source bytes that were read a second time, because a worker had started its range at a wrong
     /// position.

@@ -8,7 +8,7 @@ use super::control::{Command, Event};
 use crate::chunk::Chunk;
 use crate::id::{DatasetId, NodeId, SampleId, SessionId};
 
-/// A request of a client.
+/// A request from a client.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromClient {
     /// The first message of a connection. Answer: `Welcome`.
@@ -47,7 +47,7 @@ pub enum FromClient {
         /// The leases, as named in `Fetched`.
         leases: Vec<u64>,
     },
-    /// Asks for an unnamed file on the node's data dir. Answer: `Spill`.
+    /// Asks for an unnamed file in a data dir of the node. Answer: `Spill`.
     Spill {
         /// The number of bytes that the file has to hold.
         len: u64,
@@ -56,7 +56,7 @@ pub enum FromClient {
     Control(Command),
 }
 
-/// An answer of a server.
+/// An answer from a server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
     /// Describes the session. Descriptors: the status page, the counters, the arena, its marks.

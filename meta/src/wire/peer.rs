@@ -57,7 +57,7 @@ pub trait RequestKind: Into<Request> {
     /// Decodes the answer to a request of this kind.
     ///
     /// # Errors
-    /// The bytes are damaged, or are no answer of this kind.
+    /// The bytes are damaged, or are not an answer of this kind.
     fn decode_answer(message: &[u8]) -> Result<Answered<Self::Reply>, InvalidMessage>;
 }
 

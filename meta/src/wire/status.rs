@@ -14,7 +14,7 @@ pub enum Source {
     Cached,
     /// The arena, where an earlier read or a prefetch had put it; no message was needed.
     Arena,
-    /// The server, which was asked for it.
+    /// The server, which was asked for them.
     Asked,
 }
 
@@ -60,7 +60,7 @@ pub const HOPS: usize = 5;
 /// How far to prefetch ahead of readers that have submitted an order.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Depth {
-    /// As far as the controller considers right.
+    /// As far as the controller sees fit.
     #[default]
     Auto,
     /// This number of samples; 0 disables prefetching.
@@ -158,10 +158,10 @@ pub struct NodeStatus {
     pub damaged: [u64; HOPS],
     /// Bytes of the blocks that the node owns.
     pub held_bytes: u64,
-    /// Bytes taken on the data dirs by segments and catalogs, which have no names that `du` could
+    /// Bytes taken in the data dirs by segments and catalogs, which have no names that `du` could
     /// find. Cached blocks do not count, because they make room for others.
     pub used_bytes: u64,
-    /// Bytes that the node may take on its data dirs.
+    /// Bytes that the node may take in its data dirs.
     pub capacity_bytes: u64,
     /// Bytes that a stage-in may still take: the free part of the capacity, or what the file
     /// systems have free if that is less, plus the bytes of cached blocks, which would be evicted.

@@ -2,22 +2,28 @@
 //! job.
 
 use std::env;
-use std::fs;
+use std::io;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{ExitStatus, Stdio};
+use std::time::Duration;
 
 use dayfly_meta::limits::NODES_MAX;
+use tokio::io::{AsyncRead, AsyncReadExt};
+use tokio::process::Command;
+use tokio::time::timeout;
 
 use crate::error::LaunchError;
-use crate::hosts::{expand_host_list, hosts_of_file};
+use crate::hosts::{HostListError, expand_host_list, hosts_of_file, read_hosts_file};
 use crate::launchers::{self, Environment, Launcher, MPIEXEC, NodeList};
 use crate::node_names::{is_same_host, own_host_name};
 use crate::options::LaunchOptions;
+use crate::processes::REASON_LEN_MAX;
+use crate::units::shortened;
 
-/// How long a manager's command may take to answer a question.
+/// How long a command may take to answer a question, unless the start may take less.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(20);
+/// Bytes that an answer may have.
+const ANSWER_LEN_MAX: u64 = 1 << 20;
 
 /// Where the servers of a session will run.
 #[derive(Debug)]
@@ -56,7 +62,7 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
     let manager = launchers::detected(environment);
     let given = given_hosts(options)?;
     let launcher = match (&options.launcher, options.local, &given) {
-        (Some(name), _, _) if name == MPIEXEC => installed_mpi()?,
+        (Some(name), _, _) if name == MPIEXEC => installed_mpi(options.start_timeout)?,
         (Some(name), _, _) => launchers::find(name)?,
         (None, Some(_), _) => launchers::find("local")?,
         (None, None, Some(_)) => launchers::find("ssh")?,
@@ -70,7 +76,8 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
     }
     let hosts: Vec<String> = if launcher.is_local() {
         if given.is_some() {
-            return Err(LaunchError::LocalWithHosts);
+            let option = if options.local.is_some() { "--local" } else { "--launcher local" };
+            return Err(LaunchError::LocalWithHosts { option });
         }
         (0..options.local.unwrap_or(1)).map(|node| node.to_string()).collect()
     } else if launcher.is_manual() {
@@ -79,7 +86,7 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
     } else {
         match given {
             Some(hosts) => hosts,
-            None => listed_by_manager(launcher, manager, environment)?,
+            None => listed_by_manager(launcher, manager, environment, options.start_timeout)?,
         }
     };
     if let Some(wanted) = options.min_nodes.filter(|&wanted| usize::from(wanted) > hosts.len()) {
@@ -95,18 +102,23 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
 
 /// Returns the hosts that the user named, if any.
 fn given_hosts(options: &LaunchOptions) -> Result<Option<Vec<String>>, LaunchError> {
-    let listed = match (&options.hosts[..], &options.hostfile) {
+    let (place, listed) = match (&options.hosts[..], &options.hostfile) {
         ([], None) => return Ok(None),
         ([], Some(path)) => {
-            let content = fs::read_to_string(path);
-            hosts_of_file(&content.map_err(|source| LaunchError::Hostfile { path: path.clone(), source })?)?
+            let content = read_hosts_file(path).map_err(|source| LaunchError::Hostfile { path: path.clone(), source })?;
+            (format!("the hostfile '{}'", path.display()), hosts_of_file(&content))
         }
-        (given, _) => expand_host_list(&given.join(","))?,
+        (given, _) => ("--hosts".to_owned(), expand_host_list(&given.join(","))),
     };
+    let listed = listed.and_then(not_empty).map_err(|source| LaunchError::GivenHosts { place, source })?;
     match listed.iter().enumerate().find(|(at, host)| listed[..*at].contains(host)) {
         Some((_, twice)) => Err(LaunchError::DuplicateHost { host: twice.clone() }),
         None => Ok(Some(listed)),
     }
+}
+
+fn not_empty(hosts: Vec<String>) -> Result<Vec<String>, HostListError> {
+    if hosts.is_empty() { Err(HostListError::Empty) } else { Ok(hosts) }
 }
 
 /// Returns the hosts that a manager lists: the manager that the launcher belongs to, or the one in
@@ -115,6 +127,7 @@ fn listed_by_manager(
     launcher: &'static Launcher,
     manager: Option<&'static Launcher>,
     environment: Environment,
+    start_timeout: Duration,
 ) -> Result<Vec<String>, LaunchError> {
     let lister = if matches!(launcher.node_list, NodeList::Given) { manager } else { Some(launcher) };
     let lister = lister.ok_or(LaunchError::NoHosts { launcher: launcher.name })?;
@@ -122,48 +135,69 @@ fn listed_by_manager(
         let value = environment(variable).filter(|value| !value.is_empty());
         value.ok_or(LaunchError::NoJobVariable { variable, manager: lister.name })
     };
-    match lister.node_list {
-        NodeList::Variable(name) => Ok(expand_host_list(&value(name)?)?),
+    let (place, listed) = match lister.node_list {
+        NodeList::Variable(variable) => (variable.to_owned(), expand_host_list(&value(variable)?)),
         NodeList::File(variable) => {
             let path = PathBuf::from(value(variable)?);
-            let content = fs::read_to_string(&path);
-            Ok(hosts_of_file(&content.map_err(|source| LaunchError::ManagerList { path, variable, source })?)?)
+            let place = format!("'{}' ({variable})", path.display());
+            let content = read_hosts_file(&path).map_err(|source| LaunchError::ManagerList { path, variable, source })?;
+            (place, hosts_of_file(&content))
         }
-        NodeList::Output(command) => Ok(expand_host_list(output_of(command)?.trim())?),
-        NodeList::Given => Ok(Vec::new()),
-    }
+        NodeList::Output(command) => {
+            let output = output_of(command, start_timeout, "name the nodes with --hosts")?;
+            (format!("the output of '{}'", command.join(" ")), expand_host_list(output.trim()))
+        }
+        NodeList::Given => return Err(LaunchError::NoHosts { launcher: launcher.name }),
+    };
+    listed.and_then(not_empty).map_err(|source| LaunchError::ManagerHosts { place, source })
 }
 
 /// Runs a command and returns its standard output, provided that it finishes in time.
-fn output_of(command: &[&str]) -> Result<String, LaunchError> {
+fn output_of(command: &[&str], start_timeout: Duration, way_out: &'static str) -> Result<String, LaunchError> {
     let words = command.join(" ");
-    let failed = |source| LaunchError::Command { command: words.clone(), source };
-    let started =
-        Command::new(command[0]).args(&command[1..]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let mut child = started.map_err(failed)?;
-    let deadline = Instant::now() + QUERY_TIMEOUT;
-    // The output is a few lines, which fit in the pipe, so nothing has to read them in the
-    // meantime.
-    while child.try_wait().map_err(failed)?.is_none() {
-        if Instant::now() > deadline {
-            // The command may have just finished.
-            let _ = child.kill();
-            let _ = child.wait();
-            return Err(LaunchError::CommandTimeout { command: words, seconds: QUERY_TIMEOUT.as_secs() });
-        }
-        thread::sleep(Duration::from_millis(5));
+    let allowed = QUERY_TIMEOUT.min(start_timeout);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(LaunchError::io("cannot start a runtime"))?;
+    let answer = runtime.block_on(async { timeout(allowed, answer_of(command)).await });
+    let (status, output, errors) = answer
+        .map_err(|_| LaunchError::CommandTimeout { command: words.clone(), seconds: allowed.as_secs(), way_out })?
+        .map_err(|source| LaunchError::Command { command: words.clone(), source, way_out })?;
+    if !status.success() {
+        let lines: Vec<&str> = errors.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+        let reason = if lines.is_empty() { status.to_string() } else { shortened(&lines.join("; "), REASON_LEN_MAX) };
+        return Err(LaunchError::CommandFailed { command: words, reason, way_out });
     }
-    let output = child.wait_with_output().map_err(failed)?;
-    if !output.status.success() {
-        let output = String::from_utf8_lossy(&output.stderr).trim().lines().collect::<Vec<_>>().join("; ");
-        return Err(LaunchError::CommandFailed { command: words, output });
+    Ok(output)
+}
+
+/// Runs a command, and returns its status, standard output and standard error. Dropping the future
+/// kills the command.
+async fn answer_of(command: &[&str]) -> io::Result<(ExitStatus, String, String)> {
+    let mut child = Command::new(command[0])
+        .args(&command[1..])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()?;
+    let (output, errors) = tokio::try_join!(read_part(child.stdout.take()), read_part(child.stderr.take()))?;
+    Ok((child.wait().await?, output, errors))
+}
+
+/// Reads a stream to its end, or to its first [`ANSWER_LEN_MAX`] bytes. Closes it then, so that a
+/// command that writes forever ends.
+async fn read_part(stream: Option<impl AsyncRead + Unpin>) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    if let Some(stream) = stream {
+        stream.take(ANSWER_LEN_MAX).read_to_end(&mut bytes).await?;
     }
-    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Finds out which MPI the `mpiexec` in the PATH belongs to.
-fn installed_mpi() -> Result<&'static Launcher, LaunchError> {
-    let version = output_of(&["mpiexec", "--version"])?;
+fn installed_mpi(start_timeout: Duration) -> Result<&'static Launcher, LaunchError> {
+    let way_out = "name the MPI with --launcher mpich or --launcher openmpi";
+    let version = output_of(&["mpiexec", "--version"], start_timeout, way_out)?;
     // MPICH and its descendants, among them Intel MPI, start processes with Hydra and take its
     // options.
     let is_openmpi = version.contains("Open MPI") || version.contains("OpenRTE") || version.contains("PRRTE");
@@ -172,6 +206,9 @@ fn installed_mpi() -> Result<&'static Launcher, LaunchError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     fn check(options: LaunchOptions, environment: &[(&str, &str)], expect: Result<(&str, &[&str]), &str>) {
@@ -222,5 +259,70 @@ mod tests {
             slurm.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         });
         assert_eq!(job.unwrap().job.as_deref(), Some("slurm:7"));
+    }
+
+    #[test]
+    fn a_message_about_a_list_names_its_place_and_only_the_users_own_list_is_wrong_usage() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, content: &str| {
+            let path = folder.path().join(name);
+            fs::write(&path, content).unwrap();
+            path.to_str().unwrap().to_owned()
+        };
+        let (wrong, empty) = (file("wrong", "a[\n"), file("empty", "# none\n"));
+        let hosts = |list: &str| LaunchOptions { hosts: vec![list.to_owned()], ..LaunchOptions::default() };
+        let hostfile = |path: &str| LaunchOptions { hostfile: Some(path.into()), ..LaunchOptions::default() };
+        let job = LaunchOptions::default;
+        let slurm = |list| [("SLURM_JOB_ID", "7"), ("SLURM_JOB_NODELIST", list)];
+        for (options, environment, is_usage, words) in [
+            (hosts("n["), slurm("n1"), true, ["--hosts: 'n['", ""]),
+            (hosts("n[1-5000]"), slurm("n1"), true, ["--hosts: it names more than 4096 hosts", ""]),
+            (hosts(""), slurm("n1"), true, ["--hosts: it names no hosts", ""]),
+            (hostfile(&wrong), slurm("n1"), true, [&format!("the hostfile '{wrong}': 'a['"), ""]),
+            (hostfile(&empty), slurm("n1"), true, [&format!("the hostfile '{empty}': it names no hosts"), ""]),
+            (hostfile("/dev/zero"), slurm("n1"), true, ["the hostfile '/dev/zero': it is longer than", ""]),
+            (job(), slurm("n["), false, ["SLURM_JOB_NODELIST: 'n['", "--hosts"]),
+            (job(), slurm(" "), false, ["SLURM_JOB_NODELIST: it names no hosts", "--hosts"]),
+            (
+                job(),
+                [("PBS_JOBID", "1"), ("PBS_NODEFILE", &wrong)],
+                false,
+                [&format!("'{wrong}' (PBS_NODEFILE): 'a['"), "--hosts"],
+            ),
+            (
+                job(),
+                [("LSB_JOBID", "1"), ("LSB_DJOB_HOSTFILE", &empty)],
+                false,
+                ["(LSB_DJOB_HOSTFILE): it names no hosts", "--hosts"],
+            ),
+        ] {
+            let find = |name: &str| environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+            let error = choose_in(&options, &find).unwrap_err();
+            let said = error.to_string();
+            assert!(words.iter().all(|word| said.contains(word)), "{said}");
+            assert_eq!(error.is_usage(), is_usage, "{said}");
+        }
+        let local = LaunchOptions { launcher: Some("local".to_owned()), ..hosts("a") };
+        assert!(choose_in(&local, &|_| None).unwrap_err().to_string().starts_with("--launcher local starts all"));
+    }
+
+    #[test]
+    fn a_command_that_gives_no_answer_is_an_error_with_its_reason_and_a_way_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let check = |script: &str, allowed: Duration, reason: &str| {
+            let path = folder.path().join("mpiexec");
+            fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+            let said = output_of(&[path.to_str().unwrap(), "--version"], allowed, "do this").unwrap_err().to_string();
+            assert!(said.contains(reason) && said.ends_with("; do this"), "{said}");
+        };
+        let long = Duration::from_secs(600);
+        check("exit 3", long, "exit status: 3");
+        check("echo no >&2; echo license >&2; exit 1", long, "failed: no; license;");
+        // A command that writes forever ends once nobody reads, and one that hangs is killed.
+        check("exec yes", long, "failed: signal: 13");
+        check("exec sleep 100", Duration::from_millis(10), "did not finish");
+        // Nobody waits for a child that outlives the command.
+        check("sleep 100 & exit 0", Duration::from_millis(10), "did not finish");
     }
 }

@@ -66,6 +66,9 @@ pub fn remove_soon(location: &SessionFolder) -> Result<(), LaunchError> {
 /// Removes a session's folders unless it still has servers or a supervisor. Returns whether they
 /// were removed.
 pub(crate) fn remove_if_dead(location: &SessionFolder) -> Result<bool, LaunchError> {
+    if location.is_running()? {
+        return Ok(false);
+    }
     location.remove_if_dead(|| remove_all(location)).map_err(cannot_remove(location))
 }
 

@@ -37,6 +37,12 @@ pub enum LaunchError {
         /// The smallest arena, in bytes.
         minimum: u64,
     },
+    /// The arena would be larger than can be addressed.
+    #[error("--memory must be at most {}", show_bytes(*.maximum))]
+    ArenaTooLarge {
+        /// The largest arena, in bytes.
+        maximum: u64,
+    },
     /// The memory for stage-ins is too small for the workers.
     #[error("--stage-in-memory must be at least {}{}", show_bytes(*.minimum), for_workers(*.workers))]
     StageInMemoryTooSmall {
@@ -75,8 +81,11 @@ pub enum LaunchError {
         launcher: &'static str,
     },
     /// Local servers with a list of hosts.
-    #[error("--local starts all servers on this machine; leave --hosts and --hostfile out")]
-    LocalWithHosts,
+    #[error("{option} starts all servers on this machine; leave --hosts and --hostfile out")]
+    LocalWithHosts {
+        /// The option that the user gave: `--local` or `--launcher local`.
+        option: &'static str,
+    },
     /// `--launcher manual` without a number of nodes.
     #[error("--launcher manual needs --nodes N, the number of servers that you will start")]
     ManualNeedsNodes,
@@ -88,10 +97,10 @@ pub enum LaunchError {
         /// The number of hosts.
         nodes: usize,
     },
-    /// No hosts, or more than a session can have.
-    #[error("a session has 1 to {NODES_MAX} nodes, but {nodes} are listed")]
+    /// No servers, or more than a session can have.
+    #[error("a session has 1 to {NODES_MAX} nodes, but --local or --nodes asks for {nodes}")]
     NodeCount {
-        /// The number of hosts.
+        /// The number of servers.
         nodes: usize,
     },
     /// A host is listed twice.
@@ -100,9 +109,22 @@ pub enum LaunchError {
         /// The name that is listed twice.
         host: String,
     },
-    /// A list of hosts cannot be parsed.
-    #[error("{0}")]
-    HostList(#[from] HostListError),
+    /// The user's list of hosts cannot be used.
+    #[error("cannot use the list of hosts in {place}: {source}")]
+    GivenHosts {
+        /// The option or file that holds the list.
+        place: String,
+        /// What is wrong with the list.
+        source: HostListError,
+    },
+    /// The manager's list of nodes cannot be used.
+    #[error("cannot use the list of nodes in {place}: {source}; name the nodes with --hosts")]
+    ManagerHosts {
+        /// The variable, file or command that holds the list.
+        place: String,
+        /// What is wrong with the list.
+        source: HostListError,
+    },
     /// Neither the user nor a workload manager names any hosts.
     #[error("no workload manager was detected; name the nodes with --hosts or --hostfile (--launcher {launcher})")]
     NoHosts {
@@ -126,7 +148,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// The manager's list of nodes cannot be read.
-    #[error("cannot read the list of nodes '{}' ({variable}): {source}", .path.display())]
+    #[error("cannot read the list of nodes '{}' ({variable}): {source}; name the nodes with --hosts", .path.display())]
     ManagerList {
         /// The path that the manager gave.
         path: PathBuf,
@@ -136,28 +158,34 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// A command cannot be started.
-    #[error("cannot run '{command}': {source}")]
+    #[error("cannot run '{command}': {source}; {way_out}")]
     Command {
-        /// The command without its arguments.
+        /// The command, with its arguments if they matter.
         command: String,
         /// The error of the operating system.
         source: io::Error,
+        /// What the user can do.
+        way_out: &'static str,
     },
     /// A command ran and failed.
-    #[error("'{command}' failed: {output}")]
+    #[error("'{command}' failed: {reason}; {way_out}")]
     CommandFailed {
         /// The command with its arguments.
         command: String,
-        /// Its standard error.
-        output: String,
+        /// Its standard error, or how it ended.
+        reason: String,
+        /// What the user can do.
+        way_out: &'static str,
     },
     /// A command did not finish in time.
-    #[error("'{command}' did not finish within {seconds} s")]
+    #[error("'{command}' did not finish within {seconds} s; {way_out}")]
     CommandTimeout {
         /// The command with its arguments.
         command: String,
         /// The time that was allowed, in seconds.
         seconds: u64,
+        /// What the user can do.
+        way_out: &'static str,
     },
     /// The session's folder cannot be used.
     #[error("{0}")]
@@ -193,7 +221,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// Others could read or replace the user's folder in a data dir.
-    #[error("{source}; or name another data dir of your own with --data-dir{}", owner_hint(.source))]
+    #[error("{source}; to use another data dir of your own, name it with --data-dir{}", owner_hint(.source))]
     ExposedDataDir {
         /// What is wrong with the folder.
         source: NotPrivate,
@@ -342,17 +370,18 @@ impl LaunchError {
         match self {
             Self::InvalidPrefix { .. }
             | Self::ArenaTooSmall { .. }
+            | Self::ArenaTooLarge { .. }
             | Self::StageInMemoryTooSmall { .. }
             | Self::KeepNeedsSurvivors { .. }
             | Self::EncryptNeedsTcp
             | Self::UnknownLauncher { .. }
             | Self::LocalWithLauncher { .. }
-            | Self::LocalWithHosts
+            | Self::LocalWithHosts { .. }
             | Self::ManualNeedsNodes
             | Self::MinNodes { .. }
             | Self::NodeCount { .. }
             | Self::DuplicateHost { .. }
-            | Self::HostList(_)
+            | Self::GivenHosts { .. }
             | Self::NoHosts { .. }
             | Self::NoJobVariable { .. }
             | Self::Hostfile { .. }

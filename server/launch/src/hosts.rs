@@ -1,17 +1,29 @@
 //! Host lists, as workload managers and people write them.
 
-use dayfly_meta::limits::NODES_MAX;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+use dayfly_meta::limits::{HOSTS_FILE_LEN_MAX, NODES_MAX};
+
+use crate::units::{shortened, show_bytes};
 
 /// Why a list of hosts cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HostListError {
-    /// The text does not follow the syntax.
-    #[error("'{0}' is not a list of hosts; write it as n1,n2 or n[1-8]")]
+    /// An item of the list does not follow the syntax.
+    #[error("'{0}' is not a list of hosts such as n1,n2 or n[1-8]")]
     Syntax(String),
     /// The list has more hosts than a session can have.
-    #[error("'{0}' names more than {NODES_MAX} hosts, the most that a session can have")]
-    TooMany(String),
+    #[error("it names more than {NODES_MAX} hosts, the most that a session can have")]
+    TooMany,
+    /// The list is empty where hosts are needed.
+    #[error("it names no hosts")]
+    Empty,
 }
+
+/// The most characters of a malformed item that a message shows.
+const ITEM_SHOWN_LEN: usize = 100;
 
 /// Expands a host list such as `n[1-3,07],login,r[1-2]c[1-4]`, in order.
 ///
@@ -27,15 +39,28 @@ pub enum HostListError {
 pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
     let mut hosts = Vec::new();
     for item in split(list) {
-        expand_item(item, &mut hosts).ok_or_else(|| HostListError::Syntax(list.to_owned()))?;
+        expand_item(item, &mut hosts).ok_or_else(|| HostListError::Syntax(shortened(item, ITEM_SHOWN_LEN)))?;
         if hosts.len() > NODES_MAX {
-            return Err(HostListError::TooMany(list.to_owned()));
+            return Err(HostListError::TooMany);
         }
     }
     Ok(hosts)
 }
 
-/// Reads a machine file: the first word of each line, each host once, without `:slots`. A `#`
+/// Reads a machine file as text.
+///
+/// # Errors
+/// Fails if the file cannot be read, is longer than [`HOSTS_FILE_LEN_MAX`], or is not UTF-8.
+pub(crate) fn read_hosts_file(path: &Path) -> io::Result<String> {
+    let mut content = Vec::new();
+    File::open(path)?.take(HOSTS_FILE_LEN_MAX + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > HOSTS_FILE_LEN_MAX {
+        return Err(io::Error::other(format!("it is longer than {}", show_bytes(HOSTS_FILE_LEN_MAX))));
+    }
+    String::from_utf8(content).map_err(|_| io::Error::other("it is not a text file in UTF-8"))
+}
+
+/// Parses a machine file: the first word of each line, each host once, without `:slots`. A `#`
 /// begins a comment.
 ///
 /// # Errors
@@ -50,6 +75,9 @@ pub(crate) fn hosts_of_file(content: &str) -> Result<Vec<String>, HostListError>
             if !hosts.contains(&host) {
                 hosts.push(host);
             }
+        }
+        if hosts.len() > NODES_MAX {
+            return Err(HostListError::TooMany);
         }
     }
     Ok(hosts)
@@ -76,7 +104,7 @@ fn expand_item(item: &str, hosts: &mut Vec<String>) -> Option<()> {
     for range in ranges.split(',') {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
         let (from, to): (u32, u32) = (first.parse().ok()?, last.parse().ok()?);
-        if to < from || (to - from) as usize >= NODES_MAX {
+        if to < from {
             return None;
         }
         for number in from..=to {
@@ -108,6 +136,29 @@ mod tests {
         for wrong in ["n[1-", "n[3-1]", "n[x]", "-oProxyCommand=x", "a;b", "n[0-4294967295]", "$(id)"] {
             check(wrong, None);
         }
+    }
+
+    #[test]
+    fn a_message_about_a_list_names_the_wrong_item_or_the_bound() {
+        let said = |list: &str| expand_host_list(list).unwrap_err().to_string();
+        assert_eq!(said("n1,n[3-1],n4"), "'n[3-1]' is not a list of hosts such as n1,n2 or n[1-8]");
+        assert!(said(&format!("n[{}", "1".repeat(100_000))).len() < 200, "a long item is cut");
+        for list in ["n[1-5000]", "n[0-4294967295]", "n[1-4096],m", "r[1-99]n[1-99]"] {
+            assert_eq!(said(list), "it names more than 4096 hosts, the most that a session can have", "{list}");
+        }
+        assert_eq!(expand_host_list("n[1-4096]").unwrap().len(), NODES_MAX);
+        let lines: String = (0..=NODES_MAX).map(|host| format!("n{host}\n")).collect();
+        assert_eq!(hosts_of_file(&lines), Err(HostListError::TooMany));
+    }
+
+    #[test]
+    fn an_endless_hosts_file_is_refused() {
+        let said = |path: &str| read_hosts_file(Path::new(path)).unwrap_err().to_string();
+        assert_eq!(said("/dev/zero"), "it is longer than 64.0MiB");
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("nodes");
+        std::fs::write(&path, b"n1\xff\n").unwrap();
+        assert_eq!(said(path.to_str().unwrap()), "it is not a text file in UTF-8");
     }
 
     #[test]

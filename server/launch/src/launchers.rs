@@ -35,6 +35,8 @@ pub(crate) struct Launcher {
     pub(crate) is_job_step: bool,
     /// The variable that holds a server's node name as the manager lists it.
     pub(crate) node_name_variable: Option<&'static str>,
+    /// What the user can do if the launcher's command fails.
+    pub(crate) advice: &'static str,
 }
 
 /// Where a launcher's list of nodes comes from.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MIN};
+use dayfly_meta::limits::{ARENA_LEN_DEFAULT, ARENA_LEN_MAX, ARENA_LEN_MIN};
 use dayfly_server::Preference;
 
 use crate::allocation::{self, Allocation};
@@ -47,6 +47,9 @@ impl SessionPlan {
         let memory = options.memory.unwrap_or(ARENA_LEN_DEFAULT);
         if memory < ARENA_LEN_MIN {
             return Err(LaunchError::ArenaTooSmall { minimum: ARENA_LEN_MIN });
+        }
+        if memory > ARENA_LEN_MAX {
+            return Err(LaunchError::ArenaTooLarge { maximum: ARENA_LEN_MAX });
         }
         stage_in_memory::check(options.stage_in_memory, options.stage_in_workers)?;
         let mut deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);

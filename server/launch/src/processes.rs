@@ -1,11 +1,12 @@
 //! The processes that start servers: one command of the manager for all nodes, or one per node,
 //! arranged in a tree.
 
+use std::cmp::Ordering;
 use std::env;
 use std::future;
 use std::io;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use dayfly_meta::limits::TREE_WIDTH;
@@ -18,6 +19,7 @@ use tokio::time::{Instant, sleep_until};
 use crate::error::LaunchError;
 use crate::invitation::Invitation;
 use crate::launchers::{Input, Launcher, Start, fill};
+use crate::units::shortened;
 
 /// Lines of output that may wait to be shown.
 const LINES_WAITING_MAX: usize = 256;
@@ -25,6 +27,12 @@ const LINES_WAITING_MAX: usize = 256;
 const LINE_LEN_MAX: usize = 4096;
 /// How many of its last lines explain why a process failed.
 const LAST_LINES: usize = 5;
+/// The most characters of an explanation.
+pub(crate) const REASON_LEN_MAX: usize = 500;
+/// The most lines of one process that are passed on in each [`ALLOWANCE_INTERVAL`].
+const LINES_ALLOWED: usize = 100;
+/// How often a process may write [`LINES_ALLOWED`] more lines.
+const ALLOWANCE_INTERVAL: Duration = Duration::from_secs(60);
 /// How long to wait for the rest of the output after a process has exited. Its children may hold
 /// the pipe open.
 const OUTPUT_TIMEOUT: Duration = Duration::from_millis(200);
@@ -52,7 +60,7 @@ pub(crate) enum Event {
 pub(crate) struct Exit {
     /// The hosts whose servers it was to start. With a tree, it may have started only some.
     pub(crate) hosts: Vec<String>,
-    /// Its last lines of output, or its exit status if it wrote nothing.
+    /// Its last lines of output, or its exit status if it wrote nothing; and what to do.
     pub(crate) reason: String,
 }
 
@@ -139,13 +147,17 @@ impl LauncherProcesses {
             // A server does not need the working directory, and would keep its file system busy.
             command.current_dir("/");
         }
-        let child = command.spawn().map_err(|source| LaunchError::Command { command: words[0].clone(), source })?;
+        let child = command.spawn().map_err(|source| {
+            let way_out = launcher.advice;
+            LaunchError::Command { command: words[0].clone(), source, way_out }
+        })?;
         let line = if launcher.input == Input::Standard { Some(invitation.to_line()?) } else { None };
         let program = words[0].rsplit('/').next().unwrap_or_default().to_owned();
         let lines = self.lines_sender.clone();
         let all_hosts = hosts.clone();
+        let advice = launcher.advice;
         let process = self.running.spawn(async move {
-            let reason = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program).await;
+            let reason = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program, advice).await;
             Exit { hosts, reason }
         });
         self.started.push((all_hosts, process));
@@ -187,14 +199,16 @@ impl LauncherProcesses {
 }
 
 /// Writes the invitation to a process, passes its output on, and returns why it exited.
-async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<String>, program: &str) -> String {
+async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<String>, program: &str, advice: &str) -> String {
     let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let outputs = [
         output.map(|output| Box::new(BufReader::new(output)) as Box<dyn AsyncBufRead + Send + Unpin>),
         errors.map(|errors| Box::new(BufReader::new(errors)) as _),
     ];
     let mut readers = JoinSet::new();
-    outputs.into_iter().flatten().for_each(|output| drop(readers.spawn(forward_lines(output, lines.clone()))));
+    for output in outputs.into_iter().flatten() {
+        readers.spawn(forward_lines(output, lines.clone(), program.to_owned()));
+    }
     if let (Some(mut input), Some(line)) = (input, line) {
         // If the process exits at once, its output says why. Closing its input afterward does not
         // end the process.
@@ -206,22 +220,75 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     while let Some(Ok(lines)) = tokio::select! { read = readers.join_next() => read, () = sleep_until(until) => None } {
         last.extend(lines);
     }
-    if last.is_empty() { exit_reason(program, status) } else { last.join("; ") }
+    exit_reason(program, status, &last, advice)
 }
 
-fn exit_reason(program: &str, status: io::Result<std::process::ExitStatus>) -> String {
-    let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
-    format!("{program}: {status}")
+/// Explains why a process exited: its last lines, or its status if there are none. A message of our
+/// own server says itself what to do.
+fn exit_reason(program: &str, status: io::Result<ExitStatus>, last: &[String], advice: &str) -> String {
+    if last.is_empty() {
+        let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
+        return format!("'{program}' ended without a message ({status}); {advice}");
+    }
+    let said = shortened(&last.join("; "), REASON_LEN_MAX);
+    if last.iter().any(|line| line.contains("dayfly: ")) { said } else { format!("{said}; {advice}") }
+}
+
+/// Counts the lines that a process has written in the current interval. Those beyond the limit are
+/// dropped, so that a process that writes without end floods neither the terminal nor the log.
+struct Allowance {
+    used: usize,
+    renewal: Instant,
+}
+
+/// What happens to a line under an [`Allowance`].
+#[derive(Debug, PartialEq, Eq)]
+enum Verdict {
+    Pass,
+    /// Say that lines are dropped from here on.
+    DropFirst,
+    Drop,
+}
+
+impl Allowance {
+    fn new(now: Instant) -> Self {
+        Self { used: 0, renewal: now + ALLOWANCE_INTERVAL }
+    }
+
+    fn spend(&mut self, now: Instant) -> Verdict {
+        if now >= self.renewal {
+            *self = Self::new(now);
+        }
+        self.used = self.used.saturating_add(1);
+        match self.used.cmp(&(LINES_ALLOWED + 1)) {
+            Ordering::Less => Verdict::Pass,
+            Ordering::Equal => Verdict::DropFirst,
+            Ordering::Greater => Verdict::Drop,
+        }
+    }
 }
 
 /// Passes lines on until the end of the output, and returns the last few.
-async fn forward_lines(mut output: Box<dyn AsyncBufRead + Send + Unpin>, lines: mpsc::Sender<String>) -> Vec<String> {
+async fn forward_lines(
+    mut output: Box<dyn AsyncBufRead + Send + Unpin>,
+    lines: mpsc::Sender<String>,
+    program: String,
+) -> Vec<String> {
     let mut last: Vec<String> = Vec::new();
+    let mut allowance = Allowance::new(Instant::now());
     while let Some(line) = next_line(&mut output).await {
         if last.len() == LAST_LINES {
             last.remove(0);
         }
         last.push(line.clone());
+        let line = match allowance.spend(Instant::now()) {
+            Verdict::Pass => line,
+            Verdict::DropFirst => format!(
+                "'{program}' writes more than {LINES_ALLOWED} lines in {} s; the others are not shown",
+                ALLOWANCE_INTERVAL.as_secs()
+            ),
+            Verdict::Drop => continue,
+        };
         // Even if nobody listens anymore, the output must be drained, or the process would block.
         let _ = lines.send(line).await;
     }
@@ -268,5 +335,30 @@ mod tests {
             assert_eq!(lines, ["one".to_owned(), "x".repeat(4096), "last".to_owned()]);
         });
         assert_eq!(quote("a b'c"), r"'a b'\''c'");
+    }
+
+    #[test]
+    fn a_process_that_writes_without_end_is_cut_off_and_may_write_again_later() {
+        let start = Instant::now();
+        let mut allowance = Allowance::new(start);
+        for _ in 0..2 {
+            let verdicts: Vec<Verdict> = (0..1000).map(|_| allowance.spend(start)).collect();
+            assert!(verdicts[..LINES_ALLOWED].iter().all(|verdict| *verdict == Verdict::Pass));
+            assert_eq!(verdicts[LINES_ALLOWED], Verdict::DropFirst);
+            assert!(verdicts[LINES_ALLOWED + 1..].iter().all(|verdict| *verdict == Verdict::Drop));
+            allowance.renewal = start;
+        }
+    }
+
+    #[test]
+    fn the_reason_of_an_exit_says_what_to_do() {
+        let reason = |last: &[&str]| {
+            let last: Vec<String> = last.iter().map(|line| (*line).to_owned()).collect();
+            exit_reason("ssh", Ok(ExitStatus::default()), &last, "try it")
+        };
+        assert_eq!(reason(&[]), "'ssh' ended without a message (exit status: 0); try it");
+        assert_eq!(reason(&["no route", "to host"]), "no route; to host; try it");
+        assert_eq!(reason(&["dayfly: another version; use the same"]), "dayfly: another version; use the same");
+        assert!(reason(&[&"x".repeat(4096)]).len() < 600);
     }
 }

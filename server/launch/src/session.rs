@@ -1,7 +1,7 @@
 //! A session that this process supervises.
 
 use std::env;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ impl RunningSession {
         let noted = match plan.allocation.launcher.input {
             // If this process is killed while the key file exists, the next cleanup finds it by
             // this note and removes it.
-            Input::File => fs::write(location.folder.join(KEY_FILE_NAME), key_file.as_os_str().as_bytes()),
+            Input::File => locate::write_private(&location.folder.join(KEY_FILE_NAME), key_file.as_os_str().as_bytes()),
             Input::Standard => Ok(()),
         };
         let notices = plan.notices.clone();

@@ -1,4 +1,5 @@
-//! Quantities in messages: sizes in binary units, and counted nouns with the right plural.
+//! Quantities in messages: sizes in binary units, counted nouns with the right plural, and text cut
+//! to a bounded length.
 
 const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
@@ -39,4 +40,12 @@ pub fn counted(count: u64, noun: &str) -> String {
 /// ```
 pub fn counted_as(count: u64, singular: &str, plural: &str) -> String {
     format!("{count} {}", if count == 1 { singular } else { plural })
+}
+
+/// Returns at most `len_max` characters of a text, with an ellipsis if any are missing.
+pub(crate) fn shortened(text: &str, len_max: usize) -> String {
+    match text.char_indices().nth(len_max) {
+        Some((end, _)) => format!("{}...", &text[..end]),
+        None => text.to_owned(),
+    }
 }

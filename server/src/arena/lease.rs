@@ -102,7 +102,7 @@ impl Lease {
         self.chunk().marks.get(self.chunk().unit()) > 0
     }
 
-    /// Resets the record that a process has read the chunk.
+    /// Forgets that a process has read the chunk.
     pub(crate) fn clear_mark(&self) {
         self.chunk().marks.set(self.chunk().unit(), 0);
     }

@@ -4,9 +4,9 @@
 //! A lease ends when its client releases it, when its connection ends, or when it is revoked: because the client takes no
 //! bytes, or because other requests have waited for room too long.
 //!
-//! Invariant: before a lease ends in any way other than a release, the token of its connection on the status page changes. A
-//! client that still believes in such a lease checks the token after it has copied, so it never mistakes other bytes for the
-//! leased ones.
+//! Invariant: before a lease ends in any way other than a release, the token of its connection on
+//! the status page changes. A client that still relies on such a lease checks the token after it
+//! has copied, so it never mistakes other bytes for the leased ones.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -98,7 +98,7 @@ impl<L: Leased> LeaseLedger<L> {
     }
 
     /// Helps a request that has `waited` for room: asks every client to release its leases, and revokes those of the largest
-    /// process that did not do so in time. Returns whether it revoked any, so that the request tries again.
+    /// process that did not do so in time. Returns whether it revoked any; if so, the request tries again.
     pub(super) fn recall(&self, waited: Duration) -> bool {
         if waited < self.recall_after {
             return false;
@@ -115,7 +115,7 @@ impl<L: Leased> LeaseLedger<L> {
         let late = accounts.connections.iter().filter(|(_, account)| account.leased > 0 && is_late(account));
         let largest = late.max_by_key(|(_, account)| (accounts.processes.get(&account.process), account.leased));
         let Some((&connection, account)) = largest else { return false };
-        tracing::info!(process = account.process, bytes = account.leased, "leases revoked: other requests wait for their room");
+        tracing::info!(process = account.process, bytes = account.leased, "leases revoked: other requests need their room");
         let revoked = accounts.revoke(&self.status_page, connection);
         drop(accounts);
         drop(revoked);
@@ -174,7 +174,7 @@ impl<L: Leased> LeaseHolder<L> {
         let left =
             self.ledger.process_max.saturating_sub(process_bytes).min(self.ledger.total_max.saturating_sub(accounts.total));
         match account.leased {
-            // It always gets one chunk, whatever the other connections of its process hold, so that it makes progress.
+            // The connection always gets one chunk, whatever the other connections of its process hold, so that it makes progress.
             0 => Some(Budget { bytes: left.max(CHUNK_LEN), may_wait: true }),
             _ => (left > 0).then_some(Budget { bytes: left, may_wait: false }),
         }
@@ -189,7 +189,7 @@ impl<L: Leased> LeaseHolder<L> {
         accounts.count(process, bytes, before);
     }
 
-    /// Records leases. Returns the number by which the client releases them, and the token under which they hold.
+    /// Records leases. Returns the number with which the client releases them, and the token under which they hold.
     pub(crate) fn grant(&self, leases: Vec<L>) -> (u64, u64) {
         let mut accounts = self.ledger.accounts();
         let token = self.ledger.status_page.token(self.connection);
@@ -248,7 +248,7 @@ mod tests {
     use super::*;
     use dayfly_meta::status_page::FILE_LEN;
 
-    /// A lease that checks, when it ends, that its token was invalidated before.
+    /// A lease that checks, when it ends, that its token was invalidated beforehand.
     struct Spy {
         bytes: u64,
         status_page: Arc<StatusPage>,

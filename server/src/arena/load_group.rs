@@ -15,8 +15,8 @@ use super::lease::{Lease, ResidentChunk};
 use super::{Arena, LoadFailure, PendingLoad, Wanted};
 use crate::store::Dataset;
 
-/// The right, and the duty, to load chunks of one owner. When it is dropped before it was filled, the next request for one of
-/// its chunks loads that chunk.
+/// The right, and the duty, to load chunks of one owner. If it is dropped before it has been
+/// filled, the next request for one of its chunks loads that chunk.
 pub(crate) struct LoadGroup {
     arena: Arena,
     pub(crate) owner: NodeId,
@@ -80,12 +80,12 @@ impl LoadGroup {
         self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
     }
 
-    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded. Returns a lease for each
-    /// chunk that was, by index in the request.
+    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded.
+    /// Returns the index of each chunk in the request, with a lease if the chunk was loaded.
     pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
         let arena = self.arena.clone();
         let mut filled = Vec::with_capacity(slots.len());
-        // These are dropped after the lock: evicted chunks withdraw their locations and free their slots.
+        // These are dropped after the lock is released, because evicted chunks withdraw their locations and free their slots.
         let mut evicted = Vec::new();
         let mut table = arena.table();
         for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
@@ -108,7 +108,7 @@ impl LoadGroup {
         let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
         self.abandon();
         if let Some(end) = self.end.take() {
-            // No request may have joined.
+            // Perhaps no request has joined.
             let _ = end.send(failure);
         }
         failed
@@ -131,7 +131,7 @@ impl Drop for LoadGroup {
 }
 
 impl Arena {
-    /// Publishes a chunk that is a whole block, unless processes already find that block elsewhere on this node.
+    /// Publishes a chunk that is a whole block, unless processes can already find that block elsewhere on this node.
     fn make_resident(&self, dataset: &Dataset, load: &Load, slot: Slot) -> ResidentChunk {
         let block = load.chunk.block;
         let unit = (slot.offset() / ARENA_UNIT) as u32;

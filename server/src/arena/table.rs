@@ -21,7 +21,7 @@ pub(super) trait Resident {
 pub(super) enum Lookup<R, P> {
     /// The value is in the table.
     Resident(Arc<R>),
-    /// Another caller loads the value.
+    /// Another caller is loading the value.
     Loading(P),
     /// The caller has to load the value.
     Absent,
@@ -100,7 +100,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         self.resident.peek(&Entry::Key(key.clone())).cloned().flatten()
     }
 
-    /// Records that the caller loads an absent key. Other callers that look it up get `pending`.
+    /// Records that the caller is loading an absent key. Other callers that look it up get `pending`.
     pub(super) fn begin_load(&mut self, key: K, pending: P) {
         debug_assert!(matches!(self.look_up(&key), Lookup::Absent));
         self.loading.insert(key, pending);

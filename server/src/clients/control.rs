@@ -1,4 +1,4 @@
-//! Commands of the command line that concern the whole session.
+//! Command-line commands that concern the whole session.
 
 use std::io;
 
@@ -48,8 +48,8 @@ impl Client {
                     Some(event) => self.send_event(event).await?,
                     None => return Ok(()),
                 },
-                // Until then, nothing may arrive but the end of the connection. Returning drops `events`, which cancels the
-                // stage-in.
+                // While events are being sent, nothing may arrive from the client but the end of
+                // the connection. Returning drops `events`, which cancels the stage-in.
                 _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }

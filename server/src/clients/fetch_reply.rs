@@ -1,5 +1,5 @@
-//! Answers a fetch: sends chunks to the client as they arrive. Chunks that arrive while it takes one message go out
-//! together in the next one.
+//! Answers a fetch: sends chunks to the client as they arrive. Chunks that arrive while the client
+//! takes one message go out together in the next one.
 
 use std::io;
 use std::sync::Arc;

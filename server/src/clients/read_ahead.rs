@@ -1,5 +1,5 @@
-//! Read-ahead within one large file. A process that reads a large file in order, without a sample order, has the next
-//! chunks fetched while it uses the previous ones.
+//! Read-ahead within one large file. If a process reads a large file in order, without a sample
+//! order, the next chunks are fetched while the process uses the previous ones.
 
 use std::sync::Arc;
 

@@ -1,5 +1,6 @@
-//! Messages on a Unix socket, along with descriptors. Receiving and sending are separate, so that the server reads
-//! from a client while it sends to it: if both sides only sent, both would wait forever.
+//! Messages on a Unix socket, along with descriptors. Receiving and sending are separate, so that
+//! the server can read from a client while it sends to that client: if both sides only sent, both
+//! would wait forever.
 
 use std::fs::File;
 use std::io::{self, IoSlice};
@@ -21,14 +22,14 @@ const BUFFER_LEN: usize = 16 << 10;
 /// Receives a client's messages.
 pub(super) struct Receiver {
     stream: Arc<UnixStream>,
-    /// Bytes that were read but not decoded yet.
+    /// Bytes that have been read but not decoded yet.
     buffer: Vec<u8>,
 }
 
 /// Sends messages to a client.
 pub(super) struct Sender {
     stream: Arc<UnixStream>,
-    /// A client that takes a message for longer than this is stuck or stopped.
+    /// A client that needs longer than this to take a message is stuck or stopped.
     patience: Duration,
 }
 
@@ -73,8 +74,8 @@ impl Sender {
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?
     }
 
-    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that the client holds nothing until then that
-    /// others need.
+    /// Like [`Self::send`], but waits as long as it takes. The caller must ensure that, until then,
+    /// the client holds nothing that others need.
     pub(super) async fn send_patiently(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let message = encode(message);
         let header = encode_local(message.len()).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;

@@ -1,5 +1,5 @@
-//! Path conflicts: samples of one path in several sources that must not have one. They are found while sources are read, or
-//! at the latest by the merge.
+//! Path conflicts: samples with the same path in several sources that must not share a path. They
+//! are found while sources are read, or at the latest by the merge.
 
 use std::collections::HashMap;
 
@@ -8,7 +8,7 @@ use dayfly_meta::limits::{NOTES_SHOWN_MAX, SIGHTINGS_MAX, SUSPECT_PATHS_MAX};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::peer::{Rivalry, Sighting, SuspectPath};
 
-/// Two rival sources contain different samples of one path.
+/// Two rival sources contain different samples with the same path.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{path}' is in '{first}' and, with other content, in '{second}', and one pattern or list names both; --prefix-by-source \
@@ -49,7 +49,7 @@ impl Rivals {
         PathConflict { path: display(path), first: self.name(first), second: self.name(second) }
     }
 
-    /// Checks all members of one path, in order.
+    /// Checks all members with the same path, in order.
     pub(super) fn check(&self, members: &[Member]) -> Result<(), PathConflict> {
         let is_conflict =
             |pair: &&[Member]| self.are_rivals(pair[0].key.source, pair[1].key.source) && differ(&pair[0], &pair[1]);
@@ -60,7 +60,7 @@ impl Rivals {
     }
 }
 
-/// Returns whether it matters which of two members of one path wins.
+/// Returns whether it matters which of two members with the same path wins.
 fn differ(left: &Member, right: &Member) -> bool {
     match (&left.kind, &right.kind) {
         (
@@ -71,7 +71,7 @@ fn differ(left: &Member, right: &Member) -> bool {
     }
 }
 
-/// Samples that were replaced by a later, different one of their path. All are counted, and the first few are named.
+/// Samples that were replaced by a later, different sample with the same path. All are counted, and the first few are named.
 #[derive(Default)]
 pub(super) struct ReplacedSamples {
     pub(super) count: u64,
@@ -79,7 +79,7 @@ pub(super) struct ReplacedSamples {
 }
 
 impl ReplacedSamples {
-    /// Counts those of `members`, all of one path, that `winner` replaces.
+    /// Counts the members that `winner` replaces. All `members` have the same path.
     pub(super) fn count_all(&mut self, members: &[Member], winner: &Member, rivals: &Rivals) {
         for member in members {
             let is_sample = matches!(member.kind, MemberKind::File { .. });
@@ -95,8 +95,8 @@ impl ReplacedSamples {
     }
 }
 
-/// The paths that owners suspect, and the samples that workers have seen. See [`dayfly_meta::wire::peer`] on how conflicts are
-/// found.
+/// The paths that owners suspect, and the samples that workers have seen. See
+/// [`dayfly_meta::wire::peer`] for how conflicts are found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     suspects: Vec<SuspectPath>,
@@ -160,7 +160,7 @@ mod tests {
     /// SEMANTICS: "Neither equal hashes of different paths nor findings of an attempt that was
     /// discarded end a stage-in."
     #[test]
-    fn only_paths_of_rivals_that_count_and_differ_are_a_conflict() {
+    fn only_different_samples_of_rivals_that_count_are_a_conflict() {
         let rivalry = |pattern, match_number| Rivalry { pattern, match_number };
         let rivalries = vec![rivalry(1, 1), rivalry(1, 2), rivalry(2, 3), rivalry(1, 1)];
         let rivals = Rivals { rivalries, paths: ["a", "b", "c", "d"].map(|name| name.as_bytes().to_vec()).to_vec() };

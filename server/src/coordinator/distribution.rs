@@ -10,14 +10,14 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// The most classes times nodes that fit in a summary.
+/// The largest product of classes and nodes that fits into a summary.
 const SHARES_MAX: usize = 16 << 10;
 /// The most classes that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;
 /// The most top-level directories that are counted. Samples in any others belong to no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
-/// Figures of the whole catalog, for the summary.
+/// Figures about the whole catalog, for the summary.
 pub(super) struct Distribution {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,

@@ -1,4 +1,4 @@
-//! Merging what all workers found into the catalog. The memory it takes does not grow with the dataset.
+//! Merges what all workers found into the catalog. The memory that this takes does not grow with the dataset.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek};
@@ -133,7 +133,7 @@ struct RunReader<'a> {
     /// The offset after the bytes in `buffer`.
     offset: u64,
     buffer: Vec<u8>,
-    /// How much of `buffer` was read.
+    /// How much of `buffer` has been read.
     at: usize,
 }
 

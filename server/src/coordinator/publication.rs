@@ -23,7 +23,7 @@ const MERGED_PER_RUN: u64 = 4;
 /// The most nodes that one node gives the catalog to at a time.
 const CATALOG_FAN_OUT: usize = 4;
 
-/// A stage-in on its way to become a dataset.
+/// A stage-in on its way to becoming a dataset.
 pub(super) struct Publication<'a> {
     pub(super) coordinator: &'a Arc<Coordinator>,
     pub(super) stage_in: &'a Arc<CoordinatedStageIn>,

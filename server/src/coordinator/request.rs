@@ -1,4 +1,4 @@
-//! Asking the coordinator for a stage-in, from any node: starts it there and relays its events.
+//! On any node, requests a stage-in from the coordinator and relays its events.
 
 use std::sync::Arc;
 
@@ -10,8 +10,8 @@ use tokio::sync::mpsc;
 use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
-/// Has the coordinator run a stage-in, and sends its events to `events`. The last event says how it ended. If the receiver goes
-/// away, the stage-in is canceled.
+/// Has the coordinator run a stage-in, and sends the stage-in's events to `events`. The last event
+/// says how it ended. If the receiver goes away, the stage-in is canceled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let timeout = peers.deadlines().request;
     let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {

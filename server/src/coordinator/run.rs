@@ -26,7 +26,7 @@ use crate::peers::PeerError;
 use crate::stage_in::name_drive;
 use crate::store::Drive;
 
-/// Bytes of catalog that an entry takes in addition to its name.
+/// Bytes that an entry takes in the catalog, in addition to its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 
 /// Cancels blocking work when dropped, so that the work ends with the future that waits for it.
@@ -133,7 +133,7 @@ async fn run_to_end(
     let result = match published {
         Ok(merged) => {
             coordinator.registry.set_published(number);
-            // All nodes show it. A node that misses this message settles when its next report is answered.
+            // All nodes show the dataset. A node that misses this message settles when its next report is answered.
             let settled = publication.settle().await;
             publication.summary(merged, settled.err(), start).await
         }

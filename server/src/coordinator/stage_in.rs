@@ -26,15 +26,15 @@ const WAITING_NODES_SHOWN_MAX: usize = 8;
 pub(crate) struct NodeReport {
     /// What was counted since the last report.
     pub(crate) progress: Counted,
-    /// What the node's threads wait for, if nothing was counted.
+    /// What the node's threads are waiting for, if nothing was counted.
     pub(crate) waits: Vec<String>,
-    /// Path conflicts that the node suspects as an owner.
+    /// Path conflicts that the node, as an owner of blocks, suspects.
     pub(crate) suspects: Vec<SuspectPath>,
     /// Samples with suspect paths that its workers found.
     pub(crate) sightings: Vec<Sighting>,
 }
 
-/// A stage-in that runs, as its coordinator sees it.
+/// A running stage-in, as its coordinator sees it.
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
     unit_ledger: Mutex<UnitLedger>,
@@ -47,14 +47,14 @@ pub(crate) struct CoordinatedStageIn {
     /// When each node last reported; before its first report, when the stage-in was planned.
     reported_at: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<Arc<CoordinatorError>>>,
-    /// Set when all nodes have begun. Before, a unit's blocks could reach a node that does not know the stage-in.
+    /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know about the stage-in.
     all_begun: SetOnce<()>,
     all_read: watch::Sender<bool>,
-    /// Notified when a unit was reported: another may have become free, or none may be left.
+    /// Notified when a unit is reported: another may have become free, or none may be left.
     unit_reported: Notify,
-    /// Counts all progress on all nodes. Without any for too long, the stage-in has stalled.
+    /// Counts all progress on all nodes. If there is none for too long, the stage-in has stalled.
     steps: AtomicU64,
-    /// What each node's threads wait for, while the node makes no progress.
+    /// What each node's threads are waiting for, while the node makes no progress.
     waits: Mutex<Vec<Vec<String>>>,
     rivals: Arc<Rivals>,
     keeps_going: bool,
@@ -95,7 +95,7 @@ impl CoordinatedStageIn {
 
     /// Lets workers have units, because all nodes have begun.
     pub(super) fn set_all_begun(&self) {
-        // A failure may have set it already.
+        // A failure may already have set it.
         let _ = self.all_begun.set(());
     }
 
@@ -105,7 +105,7 @@ impl CoordinatedStageIn {
         let _ = self.all_read.subscribe().wait_for(|all_read| *all_read).await;
     }
 
-    /// Answers a worker that has finished units, or none yet, and wants more.
+    /// Takes a worker's report of the units that it has finished, if any, and answers with more.
     pub(super) async fn next_units(&self, finished: Vec<UnitReport>) -> CoordinatorReply {
         // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
         self.all_begun.wait().await;
@@ -235,10 +235,10 @@ impl CoordinatedStageIn {
         self.steps.load(Ordering::Relaxed)
     }
 
-    /// Returns what a stalled stage-in waits for, by node.
+    /// Returns what a stalled stage-in is waiting for, by node.
     pub(super) fn waits_for(&self) -> String {
         if self.progress().phase == Phase::Merging {
-            return format!("node {COORDINATOR}: merging what was found into the catalog");
+            return format!("node {COORDINATOR}: merging the sorted runs into the catalog");
         }
         let waits = self.waits();
         let waiting = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty()).take(WAITING_NODES_SHOWN_MAX);
@@ -257,7 +257,7 @@ impl CoordinatedStageIn {
             failure.get_or_insert_with(|| error.share());
             is_first
         });
-        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is set already.
+        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is already set.
         let _ = self.all_begun.set(());
         self.unit_reported.notify_waiters();
     }
@@ -274,7 +274,7 @@ impl CoordinatedStageIn {
         failure.unwrap_or_else(|| Arc::new(CoordinatorError::Cancelled))
     }
 
-    /// Returns a node that has not reported for so long that it has given up on the stage-in by itself.
+    /// Returns a node that has not reported for so long that it has given up on the stage-in on its own.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
         let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
         silent.map(|node| NodeId(node as u16))

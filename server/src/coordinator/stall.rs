@@ -19,8 +19,8 @@ impl StallDetector {
         Self { timeout: deadlines.stall, interval: deadlines.progress_interval, steps: 0, looks: 0 }
     }
 
-    /// Makes one check; called once per `interval`. `steps` counts all progress so far. Returns whether there was none for too
-    /// long.
+    /// Makes one check; called once per `interval`. `steps` counts all progress so far. Returns
+    /// whether there has been no progress for too long.
     pub(super) fn is_stalled(&mut self, steps: u64) -> bool {
         self.looks = if steps == self.steps { self.looks + 1 } else { 0 };
         self.steps = steps;

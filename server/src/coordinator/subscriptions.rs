@@ -1,8 +1,8 @@
 //! Subscriptions: the events of a stage-in, kept until the node that started it asks for them.
 //!
-//! A node asks for one event after another. Each question says how many events have arrived, so an event whose answer was
-//! lost is delivered again. A subscription that nobody asks about expires, which cancels its stage-in: the node, or its
-//! client, is gone.
+//! A node asks for one event after another. Each question says how many events have arrived, so an event whose answer was lost is
+//! delivered again. A subscription that nobody asks about expires, which cancels its stage-in, because the node, or its client, is
+//! gone.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -27,7 +27,7 @@ pub(crate) enum SubscriptionError {
     TooMany,
     #[error("canceled, because the node that started the stage-in did not ask for its events for too long")]
     Expired,
-    #[error("the last event of this stage-in was delivered already")]
+    #[error("the last event of this stage-in has already been delivered")]
     Ended,
 }
 
@@ -63,7 +63,7 @@ struct Subscription {
 
 struct Delivery {
     events: mpsc::Receiver<Event>,
-    /// Events that were delivered so far.
+    /// Number of events that have been delivered so far.
     count: u64,
     /// The last of them, whose answer may have been lost. `None` once the stage-in has dropped its sender.
     last: Option<Event>,
@@ -137,7 +137,7 @@ impl Subscriptions {
         }
     }
 
-    /// Closes a subscription, which cancels its stage-in if that runs.
+    /// Closes a subscription, which cancels its stage-in if the stage-in is running.
     pub(crate) fn close(&self, number: u64) {
         self.table().open.remove(&number);
     }
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_stage_in_that_nobody_asks_about_is_cancelled() {
+    async fn a_stage_in_that_nobody_asks_about_is_canceled() {
         let subscriptions = Subscriptions::default();
         let (sender, events) = mpsc::channel(2);
         let number = subscriptions.open(events).unwrap();

@@ -74,7 +74,7 @@ impl Fetcher {
     }
 }
 
-/// Reads a chunk from this node's drive and compares it with its checksum; `None` where the catalog has no such chunk.
+/// Reads a chunk from this node's drive and compares it with its checksum; returns `None` if the catalog has no such chunk.
 fn check_copy(dataset: &Dataset, chunk: Chunk, position: DrivePosition) -> Option<Result<(), CopyError>> {
     let info = dataset.chunk(chunk)?;
     let expected = dataset.catalog().chunk_checksum(chunk)?;

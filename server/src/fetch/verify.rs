@@ -1,5 +1,5 @@
-//! Compares the chunks that an owner sent with the checksums in the catalog, before any process can read them and before they
-//! are cached.
+//! Checks the chunks that an owner sent against the checksums in the catalog, before any process
+//! can read them and before they are cached.
 
 use std::sync::Arc;
 

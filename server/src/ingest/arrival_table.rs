@@ -35,7 +35,7 @@ impl ArrivalTable {
         self.file.write_all_at(&words, u64::from(first) * 8).map_err(|error| self.drive.failure(error))
     }
 
-    /// Opens the table for [`Self::find`], when all `count` blocks were written.
+    /// Opens the table for [`Self::find`], when all `count` blocks have been written.
     pub(super) fn finish(&self, count: u32) -> io::Result<()> {
         if count == 0 {
             return Ok(());

@@ -12,7 +12,7 @@ use dayfly_meta::wire::peer::{Rival, SuspectPath};
 /// Entries that one path may occupy.
 const WAYS: usize = 4;
 
-/// The paths that have arrived, and the suspected conflicts that were not reported yet.
+/// The paths that have arrived, and the suspected conflicts that have not been reported yet.
 pub(super) struct PathTable {
     table: Mutex<Table>,
 }
@@ -22,7 +22,7 @@ struct Table {
     /// Allocated when it is first needed: most stage-ins have no rival sources.
     entries: Vec<Entry>,
     entries_max: usize,
-    /// Suspected conflicts that were not reported yet.
+    /// Suspected conflicts that have not been reported yet.
     suspects: Vec<SuspectPath>,
 }
 
@@ -84,7 +84,7 @@ impl PathTable {
         }
     }
 
-    /// Returns the conflicts that were suspected since the last call.
+    /// Returns the conflicts that have been suspected since the last call.
     pub(super) fn take_suspects(&self) -> Vec<SuspectPath> {
         std::mem::take(&mut self.table.lock().unwrap_or_else(PoisonError::into_inner).suspects)
     }

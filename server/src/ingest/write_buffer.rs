@@ -23,7 +23,7 @@ pub(super) struct WriteBuffer {
 }
 
 struct Waiting {
-    /// Blocks are written in the order of this random number.
+    /// Blocks are written in the order of these random numbers.
     shuffle: u64,
     arrival: u32,
     /// The index of the slot, and the block's offset in it.

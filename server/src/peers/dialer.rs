@@ -1,4 +1,4 @@
-//! Connecting to one peer: when it is first needed, and again when the connection was lost.
+//! Connects to one peer, when the peer is first needed and again when the connection has been lost.
 //!
 //! A dial runs as a task of its own. All requests that need the peer during that time share it, none waits longer than its
 //! own deadline allows, and a later request finds its outcome.
@@ -59,7 +59,7 @@ impl Dialer {
         }
     }
 
-    /// Returns the connection. If there is none, dials, and waits for that as long as `limit` allows.
+    /// Returns the connection. If there is none, dials, and waits for the outcome as long as `limit` allows.
     pub(super) async fn connection(&self, transport: &Arc<dyn Transport>, limit: Duration) -> DialOutcome {
         let dial = self.usable_dial(transport);
         let late = || TransportError::Timeout { peer: self.peer, address: self.address, timeout: limit };

@@ -1,4 +1,4 @@
-//! Reading bytes of runs and catalogs, for which the checksum in the reply is the only check.
+//! Reads bytes of runs and catalogs, for which the checksum in the reply is the only check.
 
 use dayfly_meta::checksum::check;
 use dayfly_meta::id::NodeId;

@@ -1,5 +1,5 @@
-//! Decides how far to fetch ahead, and how many requests to have in flight. It finds both by feedback, for links and readers of
-//! any speed.
+//! Decides how far to fetch ahead, and how many requests to have in flight. It uses feedback to
+//! find both, for links and readers of any speed.
 //!
 //! The control law runs once every [`INTERVAL`]. Let `rate` be the bytes read per second, smoothed over 100 ms, and `latency`
 //! the shortest time that a request took:
@@ -17,8 +17,8 @@
 //! requests that queue behind each other do not lead to still more requests. When the rate halves or doubles, `boost` is learned
 //! again.
 //!
-//! While other requests wait for room in the arena, the memory halves in each interval. Afterwards it grows back by a twentieth
-//! in each interval.
+//! While other requests wait for room in the arena, the memory halves in each interval. Afterward
+//! it grows back by a twentieth in each interval.
 
 use std::time::Duration;
 

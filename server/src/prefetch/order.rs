@@ -19,17 +19,17 @@ use crate::arena::Lease;
 use crate::fetch::{Fetched, FetchedChunks, Fetcher};
 use crate::store::Dataset;
 
-/// The most that one request asks for. Small requests return as steadily as the reader reads.
+/// The most chunks that one request asks for. Small requests return as steadily as the reader reads.
 const REQUEST_CHUNKS_MAX: usize = 256;
 const REQUEST_LEN_MAX: u64 = 2 << 20;
-/// How often the task looks at the marks while the reader reads, and while it does not.
+/// How often the task looks at the marks while the reader is reading, and while it is not.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 const IDLE_LOOK_INTERVAL: Duration = Duration::from_millis(10);
 /// The task looks less often once the reader has not read for this long.
 const IDLE_AFTER: Duration = Duration::from_millis(50);
 /// Several readers may share an order and overtake each other, so the task looks at this many chunks at the window's front.
 const OUT_OF_ORDER_MAX: usize = 256;
-/// Chunks that processes asked for, and that the order remembers.
+/// How many of the chunks that processes asked for the order remembers.
 const DEMANDED_MAX: usize = 16 << 10;
 /// Samples that the task looks at for one request: a long run of local samples must not keep the thread from other tasks.
 const REQUEST_SAMPLES_MAX: usize = 4096;
@@ -39,7 +39,7 @@ const INITIAL_MEAN_LEN: u64 = 4096;
 /// The part of an order that its task shares with the prefetcher.
 pub(super) struct SharedOrder {
     pub(super) dataset: DatasetId,
-    /// Chunks that a process asked for since the controller last ran.
+    /// Number of chunks that processes have asked for since the controller last ran.
     late: AtomicU64,
     has_demand: Notify,
     /// Chunks that processes asked for themselves. They were read at once, so they need not enter the window.
@@ -87,7 +87,7 @@ impl SharedOrder {
     }
 }
 
-/// The part of an order that was not requested yet.
+/// The part of an order that has not been requested yet.
 struct Upcoming<'a> {
     dataset: &'a Arc<Dataset>,
     samples: &'a [SampleId],
@@ -141,7 +141,7 @@ impl Upcoming<'_> {
     }
 }
 
-/// A chunk in the window: it has arrived and was not read yet.
+/// A chunk in the window: it has arrived but has not been read yet.
 struct UnreadChunk {
     chunk: Chunk,
     lease: Lease,
@@ -170,7 +170,7 @@ pub(super) struct OrderTask<'a> {
     read_at: Instant,
     /// A running mean of the chunks' lengths.
     mean_len: u64,
-    /// Whether the window was released because nobody reads.
+    /// Whether the window was released because nobody was reading.
     is_paused: bool,
     /// What this order contributes to [`Prefetcher::ahead_bytes`].
     ahead_bytes: u64,
@@ -207,7 +207,7 @@ impl<'a> OrderTask<'a> {
         }
     }
 
-    /// Runs until the whole order was read.
+    /// Runs until the whole order has been read.
     pub(super) async fn run(mut self) {
         let mut in_flight = FuturesUnordered::new();
         let mut in_flight_bytes = 0;
@@ -353,13 +353,14 @@ impl<'a> OrderTask<'a> {
         }
     }
 
-    /// Returns after how long without a read the window is released. The time is shorter while other requests wait for room.
+    /// Returns how long the order may go without a read before its window is released. The time is
+    /// shorter while other requests wait for room.
     fn idle_limit(&self) -> Duration {
         let Prefetcher { arena, recall, order_idle, .. } = &**self.prefetcher;
         if arena.is_short() { *recall } else { *order_idle }
     }
 
-    /// Releases the whole window, because nobody reads. Its chunks are fetched again when somebody does.
+    /// Releases the whole window, because nobody is reading. Its chunks are fetched again when somebody reads.
     fn release_window(&mut self) {
         self.prefetcher.wasted.fetch_add(self.window.len() as u64, Ordering::Relaxed);
         let chunks: Vec<Chunk> = self.window.drain(..).map(|unread| unread.chunk).collect();

@@ -1,4 +1,4 @@
-//! What goes wrong in a session, and when. The seed decides it before the session begins.
+//! What goes wrong in a session, and when. The seed decides this before the session begins.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

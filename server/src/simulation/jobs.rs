@@ -24,7 +24,7 @@ enum BatonState {
     WithJob,
     /// The job has ended.
     Done,
-    /// The runtime shuts down, so the job has to unwind.
+    /// The runtime is shutting down, so the job has to unwind.
     Abandoned,
 }
 

@@ -29,7 +29,7 @@ use crate::fetch::Fetched;
 use crate::store::Dataset;
 use crate::{Config, Node};
 
-/// Longer than any session takes. A session that is not over by then has hung.
+/// This is longer than any session takes. A session that is not over by then has hung.
 const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
 const STAGE_IN_MAX: Duration = Duration::from_secs(150);
@@ -117,7 +117,7 @@ impl Session<'_> {
         // From here on, faults happen.
         let faults = draw(&mut random, nodes);
         let is_truncated = faults.iter().any(|(_, fault)| matches!(fault, Fault::Truncate));
-        // Three of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
+        // Three out of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
         let (changed, left_out) = (random.below(3) as usize, if random.is_one_in(4) { random.below(3) as usize } else { 3 });
         let truncated = is_truncated.then(|| Sources::copy(&sources.second[changed], self.folder));
         let unchanged = sources.second.iter().enumerate().filter(|(number, _)| *number != left_out || *number == changed);
@@ -248,7 +248,7 @@ impl Session<'_> {
             () = cancelled => Err("canceled".to_owned()),
         };
         drop(events);
-        // The stage-in must end by itself, even if nobody receives its events.
+        // The stage-in must end on its own, even if nobody receives its events.
         let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
         self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
@@ -339,12 +339,12 @@ impl Session<'_> {
         sleep(QUIET).await;
         for (node, peers) in weak {
             if peers.strong_count() > 0 {
-                self.broken(format!("a task of node {node} still runs after its end"));
+                self.broken(format!("a task of node {node} is still running after its end"));
             }
         }
         let tasks = tokio::runtime::Handle::current().metrics().num_alive_tasks();
         if tasks > 0 {
-            self.broken(format!("{tasks} tasks still run after the end"));
+            self.broken(format!("{tasks} tasks are still running after the end"));
         }
         for node in self.net.leaks() {
             self.broken(format!("node {node} has a slot that was never freed"));

@@ -16,12 +16,12 @@ pub(super) struct MemoryShares {
     pub(super) batches: usize,
     /// Bytes of archive members that each worker has found and not yet put into a sorted run.
     pub(super) run_len: usize,
-    /// Bytes of each worker that are decoded and not consumed yet.
+    /// Bytes that have been decoded for each worker and that it has not consumed yet.
     pub(super) decoded_ahead_len: usize,
 }
 
 impl MemoryShares {
-    /// Divides `total`, the memory for as many stage-ins as may run at once.
+    /// Divides `total`, the memory for all stage-ins that may run at once.
     pub(super) fn divide(total: u64, workers: usize) -> Self {
         let share = (total / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);

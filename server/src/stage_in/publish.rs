@@ -50,7 +50,7 @@ impl NodeStageIn {
         self.publication().catalog = Some(catalog);
     }
 
-    /// Fetches the catalog unless it is here already, checks it, and prepares the dataset.
+    /// Fetches the catalog unless it is already here, checks it, and prepares the dataset.
     pub(crate) async fn prepare(self: &Arc<Self>, announced: PreparedCatalog) -> Result<(), NodeStageInError> {
         let PreparedCatalog { dataset: id, target, from, len, checksum } = announced;
         let (drive, mut room) = self.take_catalog_room();
@@ -130,7 +130,7 @@ impl NodeStageIn {
         if let Some(replaced) = publication.replaced.take() {
             self.context.store.show(replaced, None);
         }
-        // Peers that show the dataset already may be reading it. From here on, what is sent to them does not count.
+        // Peers that already show the dataset may be reading it. Whatever is sent to them from now on must not be used.
         if let Some(prepared) = publication.prepared.take() {
             prepared.set_gone(true);
         }

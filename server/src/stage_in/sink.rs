@@ -1,4 +1,4 @@
-//! Where a worker's blocks go: to the segments of this node, or to their owner by an offer.
+//! Where a worker's blocks go: to the segments of this node, or to their owner, in an offer.
 //!
 //! This is the one place where a node treats itself differently from a peer, for speed: [`OwnNode`] gathers a batch in the
 //! memory from which it is written, where an offer would copy it. Everything without bulk bytes, such as reserving room,
@@ -70,7 +70,7 @@ impl Owner for OwnNode {
     }
 }
 
-/// Another node, which takes bytes by an offer.
+/// Another node, to which bytes go in offers.
 struct PeerNode {
     stage_in: Arc<NodeStageIn>,
     owner: NodeId,

@@ -1,4 +1,4 @@
-//! The worker threads of a stage-in on one node: each takes units from the coordinator until there are none.
+//! The worker threads of a stage-in on one node: each takes units from the coordinator until none are left.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,8 +17,9 @@ use super::{NodeStageIn, NodeStageInError, Run, name_drive};
 use crate::peers::PeerError;
 use crate::store::Drive;
 
-/// Runs all workers, then stores their runs. Reports the first failure to the coordinator at once, while other workers still
-/// run: otherwise the coordinator would wait for the failed worker's unit, and the other workers for the coordinator.
+/// Runs all workers, then stores their runs. Reports the first failure to the coordinator at once,
+/// while other workers are still running: otherwise the coordinator would wait for the failed
+/// worker's unit, and the other workers for the coordinator.
 pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
     for _ in 0..stage_in.context.workers {
@@ -49,9 +50,9 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
 }
 
-/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular
-/// report. If it cannot be reached at all, both sides end the stage-in by themselves: the coordinator receives no reports,
-/// and this node no answers.
+/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular report. If
+/// it cannot be reached at all, both sides end the stage-in on their own: the coordinator receives no reports, and this node no
+/// answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let (start, deadlines) = (Instant::now(), stage_in.deadlines());
     loop {

@@ -1,6 +1,6 @@
 //! The blocks of other nodes that a dataset caches on this node: those whose hash is below a threshold, which is as high as the
-//! free room allows. The choice is the same in every epoch, so a dataset that does not fit whole does not evict itself again
-//! and again, as it would with an LRU.
+//! free room allows. The choice is the same in every epoch, so a dataset that does not fit entirely does not evict itself again and
+//! again, as it would with an LRU.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
@@ -24,8 +24,8 @@ mod tests;
 
 /// The threshold that selects all blocks: every hash is below it.
 const ALL: u64 = 1 << 32;
-/// The part of the room that blocks are selected for. The rest covers what alignment to pages wastes, and that hashes select
-/// slightly more or less than their share.
+/// The part of the room that blocks are selected for. The rest covers what alignment to pages
+/// wastes, and makes up for hashes that select slightly more than their share.
 const ROOM_PERMILLE: u64 = 985;
 
 /// The cached blocks of one dataset.
@@ -41,16 +41,16 @@ pub(crate) struct CachedBlocks {
     writing: Mutex<Writing>,
 }
 
-/// Blocks that were allocated and are not published yet.
+/// Blocks that have been allocated but not published yet.
 #[derive(Default)]
 pub(super) struct Writing {
     /// Blocks that still lack some of their chunks.
     partial: HashMap<BlockId, Partial>,
-    /// Blocks that were written whole. They are published once a sync has covered their group.
+    /// Blocks that have been written completely. They are published once a sync has covered their group.
     unsynced: HashMap<BlockId, Unsynced>,
     /// The group that newly written blocks belong to.
     group: u64,
-    /// Whether there may be withdrawn blocks whose room was not freed yet.
+    /// Whether there may be withdrawn blocks whose room has not been freed yet.
     has_withdrawn: bool,
 }
 
@@ -142,7 +142,8 @@ impl Dataset {
         hash(block, self.catalog().header().seed)
     }
 
-    /// Caches blocks below `threshold` from now on. Does nothing if that is lower than the present threshold.
+    /// Raises the threshold to `threshold`, so that all blocks below it are cached. Does nothing if
+    /// the present threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
         let _writing = self.cached_blocks().lock();
         if self.is_gone() || threshold < self.cached_blocks().threshold() {
@@ -254,8 +255,9 @@ impl Dataset {
         result
     }
 
-    /// Caches only blocks below `threshold` from now on, and withdraws the others. A process that copies a withdrawn block
-    /// notices it afterwards. A process that views a block in place does not, so the caller waits until there are no views
+    /// Lowers the threshold to `threshold`, so that only blocks below it are cached, and withdraws
+    /// the others. A process that copies a withdrawn block notices afterward that it was withdrawn.
+    /// A process that views a block in place does not, so the caller waits until there are no views
     /// before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
         let mut writing = self.cached_blocks().lock();
@@ -303,8 +305,9 @@ impl Dataset {
         })
     }
 
-    /// Withdraws one block whose copy is bad, if it is still cached at `position`; returns whether it was. Its room is freed with
-    /// that of the next blocks. A process that views the copy in place continues to see the same bytes.
+    /// Withdraws one block whose copy is bad, if it is still cached at `position`; returns whether
+    /// it was. Its room is freed together with that of the blocks that are withdrawn next. A
+    /// process that views the copy in place continues to see the same bytes.
     pub(crate) fn withdraw_cached(&self, block: BlockId, position: DrivePosition) -> bool {
         let mut writing = self.cached_blocks().lock();
         let is_withdrawn = self.locations().withdraw(block, Location::Cached(position));

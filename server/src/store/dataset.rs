@@ -87,8 +87,8 @@ pub(crate) struct NewDataset<'a> {
 }
 
 impl NewDataset<'_> {
-    /// Syncs the catalog to its drive, checks it whole, and fills in the locations of the blocks that this node, `me`, owns.
-    /// `find` returns where a block lies by its arrival number.
+    /// Syncs the catalog to its drive, checks all of it, and fills in the locations of the blocks
+    /// that this node, `me`, owns. `find` returns where a block lies, given its arrival number.
     pub(crate) fn prepare(
         self,
         me: NodeId,
@@ -200,7 +200,7 @@ impl Dataset {
         })
     }
 
-    /// Publishes a block's location in the arena, unless processes already find the block on this node. Returns whether it did.
+    /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether it did.
     pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
         self.locations.publish_absent(block, location)
     }
@@ -215,7 +215,7 @@ impl Dataset {
         Some(Piece::File { file, offset: position.offset + chunk.start(), len, revoked: self.gone.clone() })
     }
 
-    /// Declares the blocks invalid: bytes that are copied afterwards do not count, neither here nor on peers.
+    /// Declares the blocks invalid: bytes that are copied afterward must not be used, either here or on peers.
     pub(crate) fn set_gone(&self, gone: bool) {
         self.gone.store(gone, Ordering::Release);
         self.locations.set_gone(gone);
@@ -230,7 +230,7 @@ impl Dataset {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Frees the dataset's room at once. Requires that [`Self::set_gone`] was called before.
+    /// Frees the dataset's room at once. Call [`Self::set_gone`] first.
     pub(crate) fn free(&self) {
         debug_assert!(self.is_gone());
         // The lock waits for a block that is being cached at this moment; after that, nothing more is cached.

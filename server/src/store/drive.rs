@@ -33,6 +33,7 @@ fn advice(error: &io::Error) -> &'static str {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
             "make room there (`dayfly tune --cache off` drops cached blocks of other nodes)"
         }
+        io::ErrorKind::NotFound => "the folder was removed, so create it again (`umask 077; mkdir -p`)",
         _ => "check the drive and the kernel log (dmesg)",
     }
 }
@@ -43,9 +44,9 @@ pub(crate) struct Drive {
     write_back: Arc<dyn WriteBack>,
     /// Identifies the file system, because two data dirs may share one.
     device: u64,
-    /// The share of the node's capacity that the drive got.
+    /// The share of the node's capacity that the drive was given.
     share: u64,
-    /// The current capacity, which is less than the share after the file system was full.
+    /// The current capacity, which is less than the share if the file system has been full.
     capacity: AtomicU64,
     /// Bytes that are reserved.
     used: AtomicU64,
@@ -72,7 +73,7 @@ impl Drive {
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
         let drive = |(path, free): (&PathBuf, u64)| {
             let device = std::fs::metadata(path)?.dev();
-            // The share is never more than the file system has, even if the user asks for more.
+            // The share is never more than the file system has free, even if the user asks for more.
             let share = share(free).min(free);
             Ok(Arc::new(Self {
                 path: path.clone(),
@@ -100,8 +101,8 @@ impl Drive {
         self.write_back.sync(file).map_err(|error| self.loss_error(error))
     }
 
-    /// Adds the data dir's name, and what the user can do, to the error of a call on a file there. An error that has them already
-    /// stays as it is.
+    /// Adds the data dir's name, and what the user can do, to the error of a call on a file there.
+    /// An error that already has them stays as it is.
     pub(crate) fn failure(&self, error: io::Error) -> io::Error {
         if error.get_ref().is_some_and(|inner| inner.is::<DriveError>()) {
             return error;
@@ -142,8 +143,8 @@ impl Drive {
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 
-    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns the bytes of it
-    /// that the file system lacks.
+    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that
+    /// is more. Returns how many of these bytes the file system lacks.
     pub(super) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.headroom().max(bytes).saturating_sub(self.free_on_file_system())
     }
@@ -209,7 +210,7 @@ impl Reservation {
         self.shrink(self.bytes.saturating_sub(bytes));
     }
 
-    /// Frees `bytes` of the room, or all of it if it is less.
+    /// Frees `bytes` of the room, or all of it if there is less.
     pub(crate) fn shrink(&mut self, bytes: u64) {
         let bytes = bytes.min(self.bytes);
         self.bytes -= bytes;
@@ -242,7 +243,7 @@ fn unnamed_file(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// Returns a second descriptor of a file, which cannot write to it.
+/// Returns a second, read-only descriptor of a file.
 pub(crate) fn read_only(file: &File) -> io::Result<File> {
     File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))
 }
@@ -269,6 +270,17 @@ mod tests {
         assert_eq!(drives[0].used(), 0);
         assert!(Drive::open_all(&[], 1000).is_err());
         assert!(Drive::open_all(&["/nowhere".into()], 1000).is_err());
+    }
+
+    #[test]
+    fn a_removed_data_dir_is_to_be_created_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let drives = Drive::open_all(&[folder.path().to_owned()], 1000).unwrap();
+        std::fs::remove_dir(folder.path()).unwrap();
+        let message = drives[0].unnamed_file().unwrap_err().to_string();
+        assert!(message.contains("No such file") && message.contains("create it again"), "{message}");
+        std::fs::create_dir(folder.path()).unwrap();
+        drives[0].unnamed_file().unwrap();
     }
 
     #[test]

@@ -19,7 +19,7 @@ impl Pages {
         Self { first, count, used: vec![0; count.div_ceil(64) as usize] }
     }
 
-    /// Marks the pages of some bytes as used; bytes outside of the range are ignored.
+    /// Marks the pages of some bytes as used; bytes outside the range are ignored.
     pub(super) fn mark(&mut self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(PAGE_SIZE).min(self.first + self.count);
         for page in (offset / PAGE_SIZE).max(self.first)..end {

@@ -42,12 +42,13 @@ struct Room {
     preallocated_to: u64,
     /// Set once the dataset may cache blocks.
     cached: Option<CachedRegion>,
-    /// `None` once the segment was freed, or if the drive had no room even for the header.
+    /// `None` once the segment has been freed, or if the drive had no room even for the header.
     reservation: Option<Reservation>,
 }
 
-/// The part of a segment that holds cached blocks. An offset in it is never used again after its block was withdrawn: a slow
-/// reader would mistake the new block's bytes for those of the old one.
+/// The part of a segment that holds cached blocks. An offset in it is never used again after its
+/// block has been withdrawn, because a slow reader would mistake the new block's bytes for those of
+/// the old one.
 struct CachedRegion {
     /// No cached block lies before this offset.
     start: u64,
@@ -55,7 +56,7 @@ struct CachedRegion {
     reserved: u64,
 }
 
-/// Fills the gap before a block that starts on a page, which is at most this long.
+/// Fills the gap, at most this long, before a block that starts on a page.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 /// The shortest run of unused pages that is freed.
 const FREED_PAGES_MIN: u64 = 8;
@@ -91,13 +92,13 @@ impl Segments {
         numbers
     }
 
-    /// Reserves room on a drive, so that blocks that are allocated in it can be written. `false` if there is not enough.
+    /// Reserves room on a drive, so that blocks that are allocated in it can be written. Returns `false` if there is not enough.
     pub(crate) fn reserve(&self, drive: u8, len: u64) -> io::Result<bool> {
         self.segment(drive)?.reserve(len)
     }
 
-    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved for them. What they do not
-    /// need of the reservation is freed.
+    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved
+    /// for them. The part of the reservation that they do not need is freed.
     pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
         let mut room = segment.room();
@@ -140,15 +141,15 @@ impl Segments {
         self.segments.iter().try_for_each(Segment::sync)
     }
 
-    /// Like [`Self::sync`], but skips drives that have lost something before. Syncs all others, and then returns the first error.
+    /// Like [`Self::sync`], but skips drives that have already lost something. Syncs all others, and then returns the first error.
     pub(crate) fn sync_healthy(&self) -> io::Result<()> {
         let healthy = self.segments.iter().filter(|segment| !segment.unsynced.has_failed());
         let synced: Vec<io::Result<()>> = healthy.map(Segment::sync).collect();
         synced.into_iter().collect()
     }
 
-    /// Returns whether a drive has lost written bytes. Then nothing that was written to it since the last successful sync
-    /// counts.
+    /// Returns whether a drive has lost written bytes. If so, nothing that was written to it since
+    /// the last successful sync can be relied on.
     pub(crate) fn has_failed(&self, drive: u8) -> bool {
         self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
     }
@@ -164,8 +165,9 @@ impl Segments {
         Ok(None)
     }
 
-    /// Starts the cached region: blocks that are allocated from now on are cached ones, whose room [`Self::free_cached`] can
-    /// free. Extends the files by `len` bytes without allocating room for them.
+    /// Starts the cached region: blocks that are allocated after this call are cached ones, whose
+    /// room [`Self::free_cached`] can free. Extends the files by `len` bytes without allocating
+    /// room for them.
     pub(crate) fn begin_cached_region(&self, len: u64) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
@@ -193,7 +195,7 @@ impl Segments {
         })
     }
 
-    /// Ensures that blocks cached from now on share no page with those cached before.
+    /// Ensures that blocks cached after this call share no page with those cached before it.
     pub(crate) fn begin_cached_group(&self) {
         self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
@@ -241,7 +243,7 @@ impl Segments {
         Ok(all_freed)
     }
 
-    /// Frees the preallocated room after the last block, once all blocks were written.
+    /// Frees the preallocated room after the last block, once all blocks have been written.
     pub(crate) fn trim(&self) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
@@ -252,11 +254,10 @@ impl Segments {
         })
     }
 
-    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from
-    /// files that others replaced. `live` calls its argument with the position and length of every block that counts. Returns
-    /// the bytes freed.
+    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from files
+    /// that others replaced. `live` calls its argument with the position and length of every live block. Returns the bytes freed.
     pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
-        // Excludes the header, and the last page, which a block may fill in part.
+        // Excludes the header, and the last page, which a block may partly fill.
         let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
         let mut pages: Vec<Pages> = self.segments.iter().map(pages).collect();
         live(&mut |position, len| {
@@ -359,7 +360,7 @@ impl Segment {
 
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // On a drive with a small capacity, a step is only a small part of it.
+        // On a drive with a small capacity, a step is kept to a small part of the capacity.
         let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {
@@ -379,7 +380,7 @@ impl Segment {
                 Err(error) => return Err(self.drive.failure(error.into())),
             }
         }
-        // Apart from the headroom, the file system is full although our capacity is not.
+        // Apart from the headroom, the file system is full, although our capacity is not used up.
         self.drive.set_full();
         Ok(false)
     }

@@ -22,7 +22,7 @@ pub(crate) trait WriteBack: Send + Sync {
     /// Starts to write a range to the drive, without waiting.
     fn start(&self, file: &File, range: &Range<u64>) -> io::Result<()>;
 
-    /// Waits until a range was written to the drive.
+    /// Waits until a range has been written to the drive.
     fn wait(&self, file: &File, range: &Range<u64>) -> io::Result<()>;
 
     /// Waits until all of a file is on the drive, with the metadata that is needed to find it.
@@ -68,7 +68,7 @@ pub(super) struct Unsynced {
     failure: AtomicI32,
 }
 
-/// Ranges whose write-back was started, oldest first.
+/// Ranges whose write-back has been started, oldest first.
 #[derive(Default)]
 struct Ranges {
     started: VecDeque<Range<u64>>,
@@ -140,7 +140,7 @@ pub(crate) mod failing {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU64};
 
-    /// Which of the next calls fails, and how many bytes were started but not waited for.
+    /// Which of the next calls fails, and for how many bytes write-back was started but not waited for.
     #[derive(Default)]
     pub(crate) struct Failing {
         pub(crate) start: AtomicBool,

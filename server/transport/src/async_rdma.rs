@@ -2,7 +2,7 @@
 //! the two.
 //!
 //! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker
-//! copies them one extra time. This module works around defects of the crate:
+//! copies them one extra time. This module works around defects in the crate:
 //! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes use the crate's WRITE and
 //!   READ.
 //! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
@@ -72,7 +72,7 @@ enum Moved {
     No,
 }
 
-/// Appends a part of this module to a message.
+/// Appends this module's part to a message.
 fn join(message: &[u8], ours: &impl Serialize, kind: u8) -> Vec<u8> {
     // Serialization fails only for maps whose keys are not strings, and these types have none.
     let ours = serde_json::to_vec(ours).unwrap_or_default();
@@ -102,7 +102,7 @@ impl<T: Transport> AsyncRdma<T> {
     }
 }
 
-/// Creates a queue pair that is not joined to its other end yet.
+/// Creates a queue pair that is not connected to its other end yet.
 fn queue_pair(found: &Found) -> io::Result<async_rdma::Rdma> {
     let mtu = match found.packet_len {
         256 => MTU::MTU256,
@@ -172,7 +172,7 @@ struct AsyncConnection {
 }
 
 impl AsyncConnection {
-    /// Takes a buffer for a request, unless the request is too large for one or none is free in time.
+    /// Takes a buffer for a request, unless the request is too large for one or no buffer becomes free in time.
     async fn buffer(&self, len: u64, limit: Duration) -> Option<Buffer> {
         if len == 0 || len > BUFFER_LEN as u64 { None } else { self.buffers.take(limit).await }
     }

@@ -151,8 +151,9 @@ impl PeerBudget {
 }
 
 impl BudgetState {
-    /// Counts overdue requests, at most once an interval. Only several checks in a row count: a process that was suspended finds
-    /// at first that time has passed and that the answers, which have arrived, are still unread.
+    /// Counts overdue requests, at most once per interval. Only several checks in a row count: a
+    /// process that was suspended finds at first that time has passed and that the answers, which
+    /// have arrived, are still unread.
     fn check_overdue(&mut self, region: usize, interval: Duration) {
         let Self { requests, regions, .. } = self;
         let here = regions.entry(region).or_default();
@@ -239,7 +240,7 @@ mod tests {
         assert!(take(&budget, &region, 1, LONG).await.is_ok(), "it answers again");
     }
 
-    /// The situation after a process was suspended: time has passed, and the answers are unread.
+    /// The situation after a process has been suspended: time has passed, and the answers are unread.
     #[tokio::test]
     async fn a_suspended_process_finds_no_peer_stuck() {
         let (budget, region) = (PeerBudget::new(LOOKS), Region::new(16 << 20).unwrap());

@@ -30,7 +30,7 @@ const ADDRESS_INTERVAL: Duration = Duration::from_millis(200);
 /// The sending half of a channel.
 pub struct Sender {
     half: WriteHalf,
-    /// Longest time to send one message.
+    /// The longest time that sending one message may take.
     timeout: Duration,
 }
 
@@ -135,7 +135,7 @@ pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addr
     for (place, &address) in addresses.iter().enumerate() {
         let identity = Identity { session, key: key.clone(), node: DIALER, purpose: Purpose::Channel, deadlines };
         dialing.spawn(async move {
-            // The order of the addresses decides if several answer, so that all servers use the same network.
+            // If several addresses answer, their order decides, so that all servers use the same network.
             sleep(ADDRESS_INTERVAL * place as u32).await;
             let at = |error: io::Error| io::Error::new(error.kind(), format!("{address}: {error}"));
             let late = |_| io::Error::from(io::ErrorKind::TimedOut);
@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn messages_of_any_length_come_through_and_end_with_the_channel() {
+    async fn messages_of_any_length_arrive_until_the_channel_ends() {
         let (mut listener, addresses) = listener(1).await;
         let key = Arc::new(Key::new([1; 32]));
         let (near, far) = tokio::join!(dial(SessionId([1; 8]), &key, Deadlines::DEFAULT, &addresses), listener.accept());

@@ -24,8 +24,8 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A service whose answer depends on the message. A pull is answered with bytes of a file and of memory in turn. `"file"` is
-/// answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
+/// A service whose answer depends on the message. A pull is answered alternately with bytes from a file and from memory. `"file"`
+/// is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
 /// `"wait"` never. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
@@ -153,7 +153,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
     assert!(matches!(refused, Err(TransportError::Refused { refusal, .. }) if refusal == "told to refuse".into()));
 
-    // A piece that cannot be read fails alone, with a reason, and does not pass for zeros. The other pieces are sent as usual.
+    // A piece that cannot be read fails alone, with a reason, and is not mistaken for zeros. The other pieces are sent as usual.
     let gone = connection.pull(b"gone".to_vec(), vec![region.slot(100).unwrap()], TIMEOUT).await.unwrap();
     assert_eq!(gone.unread.pieces, [0]);
     for len in [1000, 300_000, 3 << 20] {
@@ -323,7 +323,7 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
 /// Random bytes from strangers get no answer, cause no panic, and do not block the listener. Only a recorded first message gets an
 /// answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn fuzzed_handshakes_get_nowhere() {
+async fn fuzzed_handshakes_never_succeed() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let seconds = std::env::var("DAYFLY_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok()).unwrap_or(0.5);
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
@@ -374,7 +374,7 @@ async fn tcp_conforms_when_slow() {
     conforms(&Faulty::new(ours, plan), &theirs, address).await;
 }
 
-/// Without a card, RDMA is the inner transport, with one more byte at the end of each message.
+/// Without a card, the RDMA transport behaves as its inner transport does, with one more byte at the end of each message.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rdma_without_a_card_conforms() {
     let ((ours, _), (theirs, address)) = (tcp(0).await, tcp(1).await);
@@ -441,7 +441,7 @@ async fn a_stranger_gets_no_answer() {
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         stream.write_all(noise).await.unwrap();
         let mut answer = Vec::new();
-        // A reset, because of the unread bytes, counts as an end too.
+        // A reset, which the unread bytes cause, also counts as an end.
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
         assert!(answer.is_empty());
     }

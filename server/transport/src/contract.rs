@@ -1,4 +1,4 @@
-//! The contract between transports and their users: the traits that every transport implements, and the types that cross them.
+//! The contract between transports and their users: the traits that every transport implements, and the types that they exchange.
 //!
 //! - A [`Transport`] is one node's access to a network: it creates [`Region`]s, dials peers, and serves them.
 //! - A [`Connection`] leads to one peer, with two operations: [`Connection::pull`] and [`Connection::offer`].
@@ -34,7 +34,8 @@ pub enum Piece {
         offset: u64,
         /// Number of bytes.
         len: u64,
-        /// Set before the range is freed. If this flag is set after bytes were read, they may be zeros, and do not count.
+        /// Set before the range is freed. If this flag is set after bytes have been read, those
+        /// bytes may be zeros and must not be used.
         revoked: Arc<AtomicBool>,
     },
     /// Bytes in memory.
@@ -56,7 +57,7 @@ impl Piece {
     }
 }
 
-/// The answer to a pull: piece *i* lands in slot *i* and must fit it.
+/// The answer to a pull: piece *i* lands in slot *i* and must fit into it.
 pub struct Answer {
     /// A message for the asker.
     pub message: Vec<u8>,
@@ -114,7 +115,7 @@ pub trait Connection: Send + Sync {
     /// Returns the node at the other end.
     fn peer(&self) -> NodeId;
 
-    /// Returns whether the peer was found lost. A lost connection never recovers.
+    /// Returns whether the peer has been found lost. A lost connection never recovers.
     fn is_lost(&self) -> bool;
 
     /// Sends a request whose answer's bytes land in `slots`. `timeout` counts from the last progress.
@@ -133,7 +134,7 @@ pub trait Connection: Send + Sync {
 /// A node's answers to the requests of its peers.
 #[async_trait]
 pub trait Service: Send + Sync + 'static {
-    /// Answers a pull into slots of the lengths `room`.
+    /// Answers a pull into slots with the lengths in `room`.
     ///
     /// # Errors
     /// A refusal reaches the asker as [`TransportError::Refused`].

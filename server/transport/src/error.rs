@@ -61,7 +61,7 @@ pub enum TransportError {
         /// Bytes of memory that these requests hold.
         bytes: u64,
     },
-    /// The message, of this many bytes, is longer than a message may be: a defect of the caller.
+    /// The message has this many bytes, which is more than a message may have. This is a bug in the caller.
     #[error("a message of {0} bytes is too long")]
     TooLong(usize),
 }
@@ -76,7 +76,7 @@ pub enum TransportError {
 pub struct Refusal(String);
 
 impl Refusal {
-    /// Refuses for this reason: a text, or an error, whose message is kept.
+    /// Creates a refusal for this reason, which is a text or an error. The message of an error is kept.
     ///
     /// ```
     /// use dayfly_transport::Refusal;

@@ -1,6 +1,6 @@
 //! A fair queue for a limited number of permits. Each peer waits in a queue of its own, and the queues are served in turn, so a
-//! peer that sends many requests does not delay those of the others. Transports use it to bound how many answers read from the
-//! drives at once.
+//! peer that sends many requests does not delay the requests of other peers. Transports use it to bound how many answers read from
+//! the drives at once.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound::{Excluded, Unbounded};

@@ -108,7 +108,7 @@ struct FaultyConnection {
 }
 
 impl FaultyConnection {
-    /// Applies the faults that precede the sending of a request. Returns a fault that damages its bytes, if that is scheduled.
+    /// Applies the faults that precede the sending of a request. Returns a fault that damages its bytes, if one is scheduled.
     async fn inject(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
         let (peer, address) = (self.inner.peer(), self.address);
         let fault = {

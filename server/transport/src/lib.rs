@@ -2,7 +2,7 @@
 //!
 //! # Parts
 //! - [`contract`]: the traits [`Transport`], [`Connection`] and [`Service`], which every transport implements.
-//! - [`tcp`]: the transport that always works. Three TCP connections to each peer, authenticated with the session's key.
+//! - [`tcp`]: the transport that always works. It makes three TCP connections to each peer, authenticated with the session's key.
 //! - [`rdma`]: moves bulk bytes through the RDMA card if there is one, alongside a TCP transport that takes over when a card
 //!   fails. `async_rdma`, enabled by the feature of that name, is a second provider.
 //! - [`selection`]: all nodes use the same network; this module decides which.

@@ -1,6 +1,6 @@
-//! Reading through the page cache. Part of an answer's bytes may be in the page cache, and the rest is on a drive. The
-//! [`PageCacheLoader`] of an answer requests all missing ranges from the drive at once, sorted by position, and waits for them on
-//! a thread of its own.
+//! Reading through the page cache. Part of an answer's bytes may be in the page cache, and the rest on a drive. The
+//! [`PageCacheLoader`] of an answer requests all missing ranges from the drive at once, sorted by position, and waits for them on a
+//! thread of its own.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,7 +20,8 @@ use crate::contract::Piece;
 use crate::error::PieceError;
 use crate::fair_queue::{FairPermit, FairQueue};
 
-/// Distance between the bytes that the thread reads to wait for a range. The drive reads what lies between them in one go.
+/// The thread waits for a range by reading single bytes of it, at this distance from each other.
+/// The drive reads what lies between them in one go.
 const WAIT_STEP: u64 = 128 << 10;
 
 /// How far the thread has progressed.
@@ -28,8 +29,8 @@ const WAIT_STEP: u64 = 128 << 10;
 struct LoadProgress {
     /// The thread has waited for all pieces before this one.
     until: usize,
-    /// The pieces among them that could not be read. They are remembered, because reading a failing drive again only costs its
-    /// time.
+    /// The pieces among them that could not be read. They are remembered, because reading a failing
+    /// drive again would only waste time.
     failed: BTreeMap<usize, PieceError>,
 }
 
@@ -51,7 +52,7 @@ impl<'a> PageCacheLoader<'a> {
         Self { pieces, peer, drive_readers, len_max, permit: None, progress: None }
     }
 
-    /// Returns whether the loader has started, so that some piece was not in the page cache.
+    /// Returns whether the loader has started, which means that some piece was not in the page cache.
     pub(crate) fn is_started(&self) -> bool {
         self.progress.is_some()
     }
@@ -81,7 +82,7 @@ impl<'a> PageCacheLoader<'a> {
             drop(tokio::task::spawn_blocking(move || load_ranges(&ranges, &sender, permit)));
         }
         if let Some(progress) = &mut self.progress {
-            // If the thread is gone, the pieces are read one by one: slower, but not wrong.
+            // If the thread is gone, the pieces are read one by one, which is slower, but not wrong.
             let _ = progress.wait_for(|progress| progress.until >= until).await;
         }
     }
@@ -132,7 +133,7 @@ pub(crate) fn read_cached(file: &File, offset: u64, buffer: &mut [u8]) -> io::Re
     }
 }
 
-/// Makes a call that may block on the current thread. In the meantime, the runtime moves its other tasks to other threads.
+/// Makes, on the current thread, a call that may block. In the meantime, the runtime moves its other tasks to other threads.
 pub(crate) fn blocking_here<R>(call: impl FnOnce() -> R) -> R {
     match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
         Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(call),

@@ -23,7 +23,7 @@ use crate::tcp::{Identity, Purpose};
 const PINGS: usize = 50;
 /// Number of large requests that are timed.
 const BULKS: usize = 16;
-/// Most bytes that the answering side sends for one request.
+/// The most bytes that the answering side sends for one request.
 const ROOM_MAX: u64 = 4 * CHUNK_LEN;
 
 /// The performance of a network between two nodes.
@@ -71,7 +71,7 @@ fn identity(key: [u8; 32], node: u16) -> Identity {
     Identity { session, key: Arc::new(Key::new(key)), node: NodeId(node), purpose, deadlines }
 }
 
-/// Answers probes by nodes that hold the key, at the returned address.
+/// Answers probes from nodes that hold the key, at the returned address.
 ///
 /// # Errors
 /// `listen` is in use or is not an address of this machine.

@@ -1,14 +1,15 @@
 //! RDMA alongside another transport. The inner transport authenticates peers, sets up the queue pairs, carries small messages,
 //! detects lost peers, and takes over when a queue pair fails. Requests with bulk bytes go over RDMA.
 //!
-//! A request is one SEND. The owner moves the bytes with WRITE into the asker's slots (or, for an offer, with READ out of its
-//! slot). The last write is the answer, which also notifies the asker.
+//! A request is one SEND. The owner moves the bytes with WRITE into the asker's slots (or, for an
+//! offer, with READ out of the asker's slot). The last write is the answer, which also notifies the
+//! asker.
 //!
 //! # Parts
 //! - `verbs` binds `libibverbs`; `device` opens a card and registers memory; `queue` has queue pairs and completion queues;
 //!   `engine` is the thread that posts work and takes completions.
 //! - `message` has the formats; `ask` sends requests and `answer` answers them; `offers` remembers answered offers;
-//!   `direct` reads past the page cache.
+//!   `direct` reads files in a way that bypasses the page cache.
 //! - `pair` keeps a queue pair to each peer and replaces it when it fails; `card` is the state that all of these share.
 //!
 //! # Invariants

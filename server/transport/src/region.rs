@@ -25,9 +25,9 @@ const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 /// The keys with which a card accesses a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Keys {
-    /// The key for operations of this node.
+    /// The key for operations by this node.
     pub(crate) local: u32,
-    /// The key for operations of the peers.
+    /// The key for operations by the peers.
     pub(crate) remote: u32,
 }
 

@@ -75,7 +75,7 @@ pub enum Obstacle {
         /// The reason that the node reported.
         reason: String,
     },
-    /// InfiniBand ports and Ethernet ports do not reach each other.
+    /// InfiniBand ports and Ethernet ports cannot reach each other.
     #[error(
         "the card {} of node 0 is {} and {} of node {node} is {}, which cannot reach each other; name cards that can with \
          --rdma-device",
@@ -157,7 +157,7 @@ impl Selection {
         Self { preference, agreed: watch::Sender::default() }
     }
 
-    /// Follows the agreement from now on.
+    /// Records the agreement, which the transport follows from then on.
     pub(crate) fn agree(&self, agreement: Agreement) {
         self.agreed.send_replace(Some(agreement));
     }
@@ -181,8 +181,8 @@ impl Selection {
         let _ = self.agreed.subscribe().wait_for(|agreed| matches!(agreed, Some(Agreement::Tcp { .. }))).await;
     }
 
-    /// Describes the network in use, given the node's own port or the reason why it has none: `Ok` for RDMA, and for TCP the
-    /// reason why it is not RDMA.
+    /// Describes the network in use, given the node's own port or the reason why it has none.
+    /// Returns `Ok` for RDMA and, for TCP, the reason why RDMA is not used.
     pub(crate) fn describe(&self, port: Result<String, String>) -> Result<String, String> {
         match (&*self.agreed.borrow(), port) {
             (Some(Agreement::Tcp { why }), _) => Err(why.clone()),

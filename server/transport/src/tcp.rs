@@ -1,5 +1,5 @@
-//! The TCP transport. A connection to a peer is three TCP streams (links): one for small messages and two for bulk bytes. The
-//! session's key authenticates each link; after the handshake it carries plain text, or sealed frames if the user asked for it.
+//! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk bytes.
+//! The session's key authenticates each link; after the handshake it carries plain text, or sealed frames if the user asked for it.
 //!
 //! # Parts
 //! - Dialing side: `connection` sends requests to one peer; `links` watches all links to it and replaces those that fail;
@@ -46,7 +46,7 @@ pub use identity::{Identity, Purpose};
 /// The TCP transport of one node.
 pub struct Tcp {
     identity: Identity,
-    /// Taken by [`Transport::serve`], so that a node serves once.
+    /// Taken by [`Transport::serve`], so that a node serves only once.
     listener: Mutex<Option<TcpListener>>,
 }
 
@@ -74,7 +74,7 @@ impl Transport for Tcp {
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
         let listener = self.listener.lock().await.take();
-        let listener = listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node serves already"))?;
+        let listener = listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node already serves"))?;
         Ok(serve::start(listener, self.identity.clone(), service))
     }
 

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use clap::Args;
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Depth};
 
+use super::number;
 use crate::size;
 
 /// List directories of the namespace.
@@ -45,6 +46,9 @@ pub(crate) struct CatArguments {
 }
 
 /// Copy out of the namespace, with permissions, times, symbolic links and hard links.
+///
+/// A file that exists is replaced once its copy is complete. The content is written into a device
+/// or FIFO, whose permissions stay as they are.
 #[derive(Args)]
 pub(crate) struct CpArguments {
     /// Copy directories with everything in them.
@@ -120,7 +124,7 @@ pub(crate) struct TopArguments {
     #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = interval)]
     pub(crate) interval: f64,
     /// Stop after N screens. [default: never; one if the output is not a terminal]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<u64>(0..=u64::MAX))]
     pub(crate) count: Option<u64>,
 }
 

@@ -5,11 +5,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::builder::PossibleValuesParser;
+use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::{START_TIMEOUT, WORKERS_MAX};
+use dayfly_meta::limits::{NODES_MAX, START_TIMEOUT, WORKERS_MAX};
 
+use super::number;
 use super::stage_in::StageInOptions;
 use crate::size;
 
@@ -60,10 +61,10 @@ pub(crate) struct SessionArguments {
     pub(crate) stage_in_memory: Option<u64>,
     /// Number of units (pieces of the sources) that each server reads at the same time. [default:
     /// its share of the cores, at most 16]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=WORKERS_MAX as i64))]
+    #[arg(long, value_name = "N", value_parser = number::<u16>(1..=WORKERS_MAX as u64))]
     pub(crate) stage_in_workers: Option<u16>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
-    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86400))]
+    #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(1..=86400))]
     pub(crate) stage_in_timeout: Option<u64>,
     /// Path at which programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
@@ -77,10 +78,10 @@ pub(crate) struct SessionArguments {
     pub(crate) rdma_device: Option<String>,
     /// Service level of RDMA traffic (with RoCE, its priority), so that the network can separate it
     /// from other traffic.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=15))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u8>(0..=15))]
     pub(crate) service_level: u8,
     /// Traffic class of RDMA packets. With RoCE it is a field of the IP header: DSCP x 4.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u8>(0..=255))]
     pub(crate) traffic_class: u8,
     /// Encrypt and authenticate every byte between nodes. Implies TCP. See docs/SECURITY.md.
     #[arg(long)]
@@ -100,7 +101,7 @@ pub(crate) struct SessionArguments {
         env = "DAYFLY_DEADLINES_DIVISOR",
         hide_env = true,
         default_value_t = 1,
-        value_parser = clap::value_parser!(u32).range(1..=Deadlines::DIVISOR_MAX as i64)
+        value_parser = number::<u32>(1..=Deadlines::DIVISOR_MAX.into())
     )]
     pub(crate) deadlines_divisor: u32,
     #[command(flatten)]
@@ -148,7 +149,7 @@ impl SessionArguments {
 pub(crate) struct LaunchArguments {
     /// Start N servers on this machine, each of them a node with its own data dir, socket and
     /// address. [default: 1, outside of jobs]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=250))]
+    #[arg(long, value_name = "N", value_parser = number::<u16>(1..=250))]
     pub(crate) local: Option<u16>,
     /// Start a server on each of these hosts, through ssh unless --launcher is given. A list such
     /// as n[1-3,7],m01 works.
@@ -165,7 +166,7 @@ pub(crate) struct LaunchArguments {
     #[arg(long, value_name = "OPTIONS", allow_hyphen_values = true)]
     pub(crate) launcher_args: Vec<String>,
     /// With --launcher manual: how many servers you will start with 'dayfly serve'.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "N", value_parser = number::<u16>(1..=NODES_MAX as u64))]
     pub(crate) nodes: Option<u16>,
     /// File for the session's key, on a file system that all nodes see. [default: a new file in the
     /// working directory]
@@ -179,16 +180,32 @@ pub(crate) struct LaunchArguments {
         long,
         value_name = "SECONDS",
         default_value_t = START_TIMEOUT.as_secs(),
-        value_parser = clap::value_parser!(u64).range(1..=86400)
+        value_parser = number::<u64>(1..=86400)
     )]
     pub(crate) start_timeout: u64,
     /// Start without the missing nodes if at least K join. [default: all must join]
-    #[arg(long, value_name = "K", value_parser = clap::value_parser!(u16).range(1..=4096))]
+    #[arg(long, value_name = "K", value_parser = number::<u16>(1..=NODES_MAX as u64))]
     pub(crate) min_nodes: Option<u16>,
     /// Network interface through which nodes reach each other. [default: the one that leads to the
     /// supervisor]
     #[arg(long, value_name = "NAME")]
     pub(crate) interface: Option<String>,
+}
+
+impl LaunchArguments {
+    /// Checks that no option is given that would have no effect.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let launcher = self.launcher.as_deref();
+        if self.nodes.is_some() && launcher != Some("manual") {
+            return Err("--nodes works only with --launcher manual; use --local, --hosts or --hostfile instead".to_owned());
+        }
+        let is_local = self.local.is_some() || launcher == Some("local");
+        match (is_local, &self.launcher_args[..], &self.key_file) {
+            (true, [_, ..], _) => Err("--launcher-args has no effect on servers on this machine; leave it out".to_owned()),
+            (true, _, Some(_)) => Err("--key-file has no effect on servers on this machine; leave it out".to_owned()),
+            _ => Ok(()),
+        }
+    }
 }
 
 /// Values of --transport.
@@ -229,11 +246,16 @@ impl From<Transport> for dayfly_launch::Preference {
 pub(crate) struct RunArguments {
     #[command(flatten)]
     pub(crate) session: SessionArguments,
-    /// Stage SOURCE (a file, glob or directory) in to TARGET before CMD starts.
+    /// Stage SOURCE (a file, glob or directory) into TARGET before CMD starts.
     ///
     /// The argument is split at its last ':/'. The option may be repeated, each time with another
-    /// TARGET; use a glob to stage several archives in to one TARGET.
-    #[arg(long, value_name = "SOURCE:TARGET", help_heading = "Stage-in")]
+    /// TARGET; use a glob to stage several archives into one TARGET.
+    #[arg(
+        long,
+        value_name = "SOURCE:TARGET",
+        help_heading = "Stage-in",
+        value_parser = OsStringValueParser::new().try_map(source_and_target)
+    )]
     pub(crate) stage_in: Vec<OsString>,
     #[command(flatten)]
     pub(crate) options: StageInOptions,
@@ -248,7 +270,7 @@ pub(crate) struct RunArguments {
 #[derive(Args)]
 pub(crate) struct ExecArguments {
     /// Run CMD as a process of node K. [default: the lowest node on this machine]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = number::<u16>(0..=NODES_MAX as u64 - 1))]
     pub(crate) node: Option<u16>,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "CMD")]
@@ -262,7 +284,7 @@ pub(crate) struct ExecArguments {
 #[derive(Args)]
 pub(crate) struct EnvArguments {
     /// Make the process part of node K. [default: the lowest node on this machine]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = number::<u16>(0..=NODES_MAX as u64 - 1))]
     pub(crate) node: Option<u16>,
 }
 
@@ -274,9 +296,10 @@ pub(crate) struct EnvArguments {
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
 pub(crate) struct DoctorArguments {
-    /// Check these hosts, by running 'dayfly doctor' on each, and the network between each pair. If
-    /// there are more than 8 hosts, check each host only with the next one.
-    #[arg(long, value_name = "HOST,...", value_delimiter = ',')]
+    /// Check these hosts, by running 'dayfly doctor' on each, and the network between each pair. A
+    /// list such as n[1-3,7],m01 works. If there are more than 8 hosts, check each host only with
+    /// the next one.
+    #[arg(long, value_name = "HOST,...")]
     pub(crate) hosts: Vec<String>,
     /// Command that starts a program on a host; it is called as COMMAND HOST PROGRAM...
     #[arg(long, value_name = "COMMAND", default_value = "ssh -o BatchMode=yes -o ConnectTimeout=10")]
@@ -331,6 +354,12 @@ pub(crate) struct CleanArguments {
 /// DAYFLY_SESSION names the one to end.
 #[derive(Args)]
 pub(crate) struct DownArguments {}
+
+/// Checks that an argument of `--stage-in` has a source and a target.
+fn source_and_target(argument: OsString) -> Result<OsString, &'static str> {
+    let has_both = argument.as_bytes().windows(2).skip(1).any(|pair| pair == b":/");
+    if has_both { Ok(argument) } else { Err("a source, a colon and a target are needed, as in train.tar:/dayfly/train") }
+}
 
 /// Parses a time with a unit, of at most 30 days.
 fn duration(text: &str) -> Result<Duration, String> {

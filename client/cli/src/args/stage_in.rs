@@ -5,9 +5,10 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 
+use super::number;
 use crate::size;
 
-/// Stage sources in to the namespace, as one dataset at TARGET.
+/// Stage sources into the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
 /// relative to its own folder. Sources are placed as cp would place them: a single directory
@@ -38,7 +39,7 @@ pub(crate) struct StageInArguments {
 #[command(next_help_heading = "Stage-in")]
 pub(crate) struct StageInOptions {
     /// Drop the first N components of each name, as tar does.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u32>(0..=u32::MAX.into()))]
     pub(crate) strip_components: u32,
     /// Stage in only files whose name matches GLOB. A * also matches slashes, and a match may start
     /// at any component of the path.
@@ -65,7 +66,7 @@ pub(crate) struct StageInOptions {
     #[arg(long, value_name = "HOW", value_enum, default_value_t = OnConflict::Error)]
     pub(crate) on_conflict: OnConflict,
     /// Maximum number of directories in the dataset. [default: 1 million, plus 4 for each file]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::<u64>(0..=u64::MAX))]
     pub(crate) max_directories: Option<u64>,
     /// Unpack each archive into a directory of its own, which is named after it without the
     /// extension.
@@ -85,7 +86,7 @@ pub(crate) struct StageInOptions {
     pub(crate) report: Option<PathBuf>,
     /// Seed of the placement and of the order in which blocks are stored. The same seed distributes
     /// the same dataset in the same way.
-    #[arg(long, value_name = "N", default_value_t = 0)]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u64>(0..=u64::MAX))]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.
     #[arg(long)]

@@ -16,5 +16,8 @@ pub(super) fn run(arguments: &CleanArguments) -> Result<ExitCode, Failure> {
         0 => print_line!("nothing was left over; you have {running} running here"),
         count => print_line!("removed {}; you have {running} running here", counted(count as u64, "leftover folder")),
     }
+    for path in &arguments.data_dir {
+        path.metadata().map_err(|error| Failure::new(format!("cannot clean the data dir '{}': {error}", path.display())))?;
+    }
     Ok(ExitCode::SUCCESS)
 }

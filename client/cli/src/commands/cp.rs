@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, symlink};
@@ -14,6 +14,7 @@ use dayfly_meta::path::{display, join, split_last};
 use nix::fcntl::AT_FDCWD;
 use nix::sys::stat::{UtimensatFlags, utimensat};
 use nix::sys::time::TimeSpec;
+use nix::unistd::{AccessFlags, access};
 
 use super::cat::{CopyError, copy};
 use crate::args::CpArguments;
@@ -115,44 +116,80 @@ impl Copier<'_> {
 
     fn symlink(&mut self, source: &[u8], stat: &Stat, to: &Path) -> io::Result<()> {
         let target = self.view.read_link(source).map_err(io::Error::other)?;
-        remove_old(to)?;
-        symlink(OsStr::from_bytes(&target), to)?;
-        set_times(stat, to)
+        if fs::symlink_metadata(to).is_ok_and(|found| is_written_in_place(&found)) {
+            return Err(io::Error::other("it is a device, FIFO or socket, which a symbolic link does not replace"));
+        }
+        replace(to, |temporary| {
+            symlink(OsStr::from_bytes(&target), temporary)?;
+            set_times(stat, temporary)
+        })
     }
 
     fn file(&mut self, source: &[u8], stat: &Stat, to: &Path) -> io::Result<()> {
-        if let Some(first) = self.names.get(&stat.inode) {
-            remove_old(to)?;
-            return fs::hard_link(first, to);
-        }
-        let from = self.view.open(source).map_err(io::Error::other)?;
-        let mut file = create(to)?;
-        if let Err(error) = copy(self.view, &from, &mut file) {
-            // A partial file under the right name would be mistaken for the whole file.
-            remove_old(to)?;
-            return Err(match error {
-                CopyError::Read(error) => io::Error::other(about(source, &error)),
-                CopyError::Write(error) => error,
-            });
-        }
-        file.set_permissions(fs::Permissions::from_mode(stat.permissions))?;
-        drop(file);
+        let to = match fs::metadata(to) {
+            Ok(found) if found.is_dir() => return Err(io::ErrorKind::IsADirectory.into()),
+            Ok(found) if is_written_in_place(&found) => {
+                return self.content(source, &mut OpenOptions::new().write(true).open(to)?);
+            }
+            Ok(_) => {
+                // The rename below would replace even a file that this user may not write.
+                access(to, AccessFlags::W_OK)?;
+                // Like cp: an existing file is overwritten, even through a symbolic link.
+                to.canonicalize()?
+            }
+            Err(_) if to.is_symlink() => return Err(io::Error::other("it is a symbolic link whose target does not exist")),
+            // If the path is unusable for another reason, the creation of the temporary file reports
+            // it.
+            Err(_) => to.to_owned(),
+        };
+        replace(&to, |temporary| {
+            if let Some(first) = self.names.get(&stat.inode) {
+                return fs::hard_link(first, temporary);
+            }
+            let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(temporary)?;
+            self.content(source, &mut file)?;
+            file.set_permissions(fs::Permissions::from_mode(stat.permissions))?;
+            set_times(stat, temporary)
+        })?;
         if stat.links > 1 {
-            self.names.insert(stat.inode, to.to_owned());
+            self.names.entry(stat.inode).or_insert(to);
         }
-        set_times(stat, to)
+        Ok(())
+    }
+
+    /// Writes the whole content of a sample to a file.
+    fn content(&self, source: &[u8], file: &mut File) -> io::Result<()> {
+        let from = self.view.open(source).map_err(io::Error::other)?;
+        copy(self.view, &from, file).map_err(|error| match error {
+            CopyError::Read(error) => io::Error::other(about(source, &error)),
+            CopyError::Write(error) => error,
+        })
     }
 }
 
-fn create(to: &Path) -> io::Result<File> {
-    // Like cp: an existing file is overwritten, even through a symbolic link.
-    OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(to)
+/// Returns whether a file is a device, FIFO or socket. Content is written into such a file, which
+/// keeps its name and its permissions.
+fn is_written_in_place(found: &Metadata) -> bool {
+    !(found.is_file() || found.is_dir() || found.is_symlink())
 }
 
-fn remove_old(to: &Path) -> io::Result<()> {
-    match fs::remove_file(to) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-        _ => Ok(()),
+/// Makes a file under a temporary name, and renames it to `to` once it is complete. A failure
+/// leaves the old file, and no partial file that could be mistaken for the whole.
+fn replace(to: &Path, make: impl Fn(&Path) -> io::Result<()>) -> io::Result<()> {
+    let mut number = 0;
+    loop {
+        let temporary = to.with_file_name(format!(".dayfly-cp-{}-{number}", std::process::id()));
+        match make(&temporary) {
+            // A killed process with this process's id has left the file.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            made => {
+                let renamed = made.and_then(|()| fs::rename(&temporary, to));
+                // A rename between two names of one file does nothing, so the temporary name may
+                // exist even after a success.
+                let _ = fs::remove_file(&temporary);
+                return renamed;
+            }
+        }
     }
 }
 

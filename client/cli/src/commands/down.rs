@@ -1,5 +1,6 @@
 //! `dayfly down`: ends a session on all nodes.
 
+use std::io;
 use std::process::ExitCode;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,6 +11,7 @@ use dayfly_launch::cleanup;
 use dayfly_launch::units::counted;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::DOWN_TIMEOUT;
+use dayfly_meta::path::display;
 use dayfly_meta::wire::control::{Command, Event};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -35,7 +37,7 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         }
         Err(ClientError::Unknown { name, .. }) => {
             clean()?;
-            print_line!("session {name} is not running: nothing to do");
+            print_line!("you have no session '{}' on this machine: nothing to do", display(name.as_bytes()));
             return Ok(ExitCode::SUCCESS);
         }
         Err(error) => return Err(error.into()),
@@ -99,12 +101,25 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
                 is_partial |= !unreached.is_empty();
                 unreached.iter().for_each(complain);
             }
-            Ok(Err(error)) => complain(format_args!("cannot end node {node} through its server: {error}")),
+            // Another command ends this server already, or it crashed. Both end below.
+            Ok(Err(ClientError::NodeServer { error, .. })) if is_closed(&error) => {}
+            Ok(Err(error)) => {
+                complain(format_args!(
+                    "{error}; the process of node {node} is killed unless it ends in {} s",
+                    DOWN_TIMEOUT.as_secs()
+                ));
+            }
             Err(_) => complain(format_args!("cannot end node {node}: a thread of this process panicked")),
         }
     }
     wait_or_kill(location)?;
     Ok(EndedServers { nodes, freed_bytes, is_partial })
+}
+
+/// Returns whether an error means that the server has closed its socket.
+fn is_closed(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionRefused, ConnectionReset, NotFound, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
 }
 
 /// Waits until all servers on this machine have ended, and kills those that do not.
@@ -137,11 +152,12 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
 fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());
-    session.control(Command::Down { except: but }, &mut |event| {
+    let asked = session.control(Command::Down { except: but }, &mut |event| {
         if let Event::Down { nodes, freed_bytes, unreached: untold } = event {
             ended = (nodes, freed_bytes, untold);
         }
-    })?;
+    });
+    asked.map_err(|error| error.of_node(node))?;
     Ok(ended)
 }
 

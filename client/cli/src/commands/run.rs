@@ -44,7 +44,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
         ));
     }
     let plan = SessionPlan::new(&arguments.session.to_options(), Duration::ZERO, notices());
-    let plan = plan.map_err(|error| own(error.into()))?;
+    let plan = plan.map_err(|error| if error.is_usage() { error.into() } else { own(error.into()) })?;
     check(&arguments, &plan, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {

@@ -14,6 +14,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::Session;
 use dayfly_client::locate::SessionFolder;
+use dayfly_launch::preflight;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::OnConflict as ConflictPolicy;
 use dayfly_meta::wire::control::{Command, Event, Grouping, Selection, StageInRequest};
@@ -111,6 +112,9 @@ pub(super) fn perform(
 ) -> Result<u64, Failure> {
     progress.begin(Reporter::new(json, &target.to_string_lossy(), options));
     let session = Session::attach(location)?;
+    if let Some(report) = &options.report {
+        check_report(report, &session)?;
+    }
     let request = StageInRequest {
         sources: sources.iter().map(|source| absolute(source)).collect::<Result<_, _>>()?,
         target: namespace::target(&session, target)?,
@@ -166,6 +170,18 @@ pub(super) fn perform(
         None => Ok(summary.map_or(0, |summary| summary.counts.skipped)),
         Some(reason) => Err(Failure::new(format!("cannot stage in to '{}': {reason}", target.display()))),
     }
+}
+
+/// Checks that the report can be written once the dataset is staged in. This process does not see the
+/// namespace, so it would write a report there into the directory that the namespace covers.
+fn check_report(report: &Path, session: &Session) -> Result<(), Failure> {
+    if std::path::absolute(report)?.starts_with(OsStr::from_bytes(session.prefix())) {
+        return Err(Failure::usage(format!(
+            "--report '{}' is in the namespace, which is read-only; name a file outside of it",
+            report.display()
+        )));
+    }
+    Ok(preflight::check_report(report)?)
 }
 
 /// Returns whether the session has ended in the meantime. Servers exit one after another, so once

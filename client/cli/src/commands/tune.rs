@@ -7,12 +7,17 @@ use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::status::Policy;
 
 use super::policy::describe;
+use super::query;
 use crate::args::TuneArguments;
 use crate::failure::{Failure, print_line};
 use crate::namespace;
+use crate::size::show;
 
 pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
     let session = Session::attach(&namespace::location()?)?;
+    if let Some(wanted) = arguments.prefetch_memory {
+        check_prefetch_memory(wanted)?;
+    }
     let policy = Policy { prefetch: arguments.prefetch, prefetch_bytes: arguments.prefetch_memory, cache_bytes: arguments.cache };
     let mut outcome = Err(Failure::new("the server ended the connection without an answer; try again"));
     session.control(Command::Tune(policy), &mut |event| {
@@ -24,4 +29,18 @@ pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
     })?;
     print_line!("{}", describe(&outcome?));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Checks that a part of each server's arena is not larger than the arena.
+fn check_prefetch_memory(wanted: u64) -> Result<(), Failure> {
+    let (_, status) = query::status()?;
+    let arenas = status.nodes.iter().filter_map(|node| node.status.as_ref().ok()).map(|node| node.arena_bytes);
+    match arenas.min().filter(|&arena| wanted > arena) {
+        Some(arena) => Err(Failure::usage(format!(
+            "--prefetch-memory {} is more than each server's arena, which has {}; 'dayfly up --memory' sets the arena's size",
+            show(wanted),
+            show(arena)
+        ))),
+        None => Ok(()),
+    }
 }

@@ -13,12 +13,12 @@ use dayfly_client::locate::SessionFolder;
 use dayfly_client::{ClientError, Dataset, Session, View};
 use dayfly_launch::units::counted;
 use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_meta::path::{components, display, join};
+use dayfly_meta::path::{components, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::args::VerifyArguments;
 use crate::failure::{Failure, complain, print_line};
-use crate::namespace;
+use crate::namespace::{self, about};
 use crate::size::show;
 
 /// Blocks per call of the client library.
@@ -27,12 +27,12 @@ const BLOCKS_PER_CALL: usize = 4096;
 pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     let location = namespace::location()?;
     let nodes = location.live_nodes();
-    let path = arguments.path.as_ref().map(|path| path.as_bytes().to_vec());
+    let below = arguments.path.map_or_else(|| Ok(Vec::new()), |path| below_prefix(&location, path.as_bytes()))?;
     let start = Instant::now();
     let checker = Checker {
         location: &location,
         nodes: &nodes,
-        path: path.as_deref(),
+        below: &below,
         from_every_node: arguments.from_every_node,
         tally: Tally::default(),
         bar: progress_bar(),
@@ -83,6 +83,15 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
+/// Returns the part of an existing path below the prefix.
+fn below_prefix(location: &SessionFolder, path: &[u8]) -> Result<Vec<u8>, Failure> {
+    let view = View::new(Session::attach(location)?);
+    // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty
+    // success.
+    let canonical = view.canonical(path).map_err(|error| Failure::new(about(path, &error)))?;
+    Ok(canonical[view.session().prefix().len()..].strip_prefix(b"/").unwrap_or_default().to_vec())
+}
+
 /// The totals of what all readers have checked so far.
 #[derive(Default)]
 struct Tally {
@@ -99,7 +108,8 @@ struct Tally {
 struct Checker<'a> {
     location: &'a SessionFolder,
     nodes: &'a [NodeId],
-    path: Option<&'a [u8]>,
+    /// The path below the prefix that is verified; empty for the whole namespace.
+    below: &'a [u8],
     from_every_node: bool,
     tally: Tally,
     bar: ProgressBar,
@@ -108,20 +118,10 @@ struct Checker<'a> {
 impl Checker<'_> {
     /// Reads, through one node, the blocks that are assigned to it.
     fn read_from(&self, node: NodeId) -> Result<(), ClientError> {
-        let view = View::new(Session::attach_to(self.location, node)?);
-        let below = match self.path {
-            None => Vec::new(),
-            // The path is resolved as the user wrote it, so that a wrong path is an error and not
-            // an empty success.
-            Some(path) => {
-                let canonical =
-                    view.canonical(path).map_err(|error| ClientError::Refused(format!("'{}': {error}", display(path))))?;
-                canonical[view.session().prefix().len()..].strip_prefix(b"/").unwrap_or_default().to_vec()
-            }
-        };
-        for dataset in view.session().datasets()?.iter() {
-            if let Some(within) = part_of(dataset, &below) {
-                self.read_dataset(view.session(), dataset, &within, node)?;
+        let session = Session::attach_to(self.location, node)?;
+        for dataset in session.datasets()?.iter() {
+            if let Some(within) = part_of(dataset, self.below) {
+                self.read_dataset(&session, dataset, &within, node)?;
             }
         }
         Ok(())

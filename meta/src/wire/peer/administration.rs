@@ -44,9 +44,9 @@ pub enum AgreedNetwork {
 /// The answer to an [`AdministrationRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum AdministrationReply {
-    /// The node and all nodes below it have met their peers.
+    /// The node and all nodes below it have connected to their peers.
     Joined {
-        /// Pairs of nodes that do not reach each other over the network that was tried, as sentences.
+        /// One sentence for each pair of nodes that cannot reach each other over the network that was tried.
         fallen_back: Vec<String>,
     },
     /// The request was carried out.
@@ -55,7 +55,7 @@ pub enum AdministrationReply {
     Status(Box<NodeStatus>),
     /// The node has stopped serving.
     Ended {
-        /// Bytes freed on its data dirs.
+        /// Bytes freed in its data dirs.
         freed_bytes: u64,
     },
 }

@@ -1,8 +1,8 @@
 //! How path conflicts are found while sources are read.
 //!
-//! Samples of one path in several archives of one pattern are a conflict. No node sees all samples, so the search is divided.
-//! Owners compare hashes of paths, and report a *suspect path* when one hash has come from two sources. The coordinator sends the
-//! suspect paths to all nodes. Workers report *sightings*, which name the path.
+//! Samples with the same path in several archives that match one pattern are a conflict. No node sees all samples, so the search is
+//! divided. Owners compare hashes of paths, and report a *suspect path* when one hash has come from two sources. The coordinator
+//! sends the suspect paths to all nodes. Workers report *sightings*, which name the path.
 
 use rkyv::{Archive, Deserialize, Serialize};
 

@@ -17,7 +17,7 @@ pub enum CoordinatorRequest {
         /// How many events have arrived so far. The coordinator repeats the last event if its answer was lost.
         received: u64,
     },
-    /// Nobody waits for events anymore: cancel the stage-in if it runs. Reply: [`CoordinatorReply::Done`].
+    /// Nobody is waiting for events anymore: cancel the stage-in if it is running. Reply: [`CoordinatorReply::Done`].
     Unsubscribe {
         /// The number from [`CoordinatorReply::Started`].
         subscription: u64,
@@ -37,9 +37,9 @@ pub enum CoordinatorRequest {
         stage_in: u64,
         /// What was counted since the last report.
         progress: Counted,
-        /// What the node's threads wait for, if nothing was counted.
+        /// What the node's threads are waiting for, if nothing was counted.
         waits: Vec<String>,
-        /// Path conflicts that this node suspects as an owner.
+        /// Path conflicts that this node, as an owner of blocks, suspects.
         suspects: Vec<SuspectPath>,
         /// Samples with suspect paths that its workers found.
         sightings: Vec<Sighting>,
@@ -82,6 +82,6 @@ pub enum CoordinatorReply {
     },
     /// The stage-in has become a dataset on all nodes: free what it replaced.
     Settle,
-    /// The stage-in has failed: forget all of it, even if its dataset is visible on this node already.
+    /// The stage-in has failed: forget all of it, even if its dataset is already visible on this node.
     Abort,
 }

@@ -40,8 +40,8 @@ pub enum OfferReply {
     NoRoom,
     /// The piece is stored.
     PieceStored,
-    /// What arrived is not what was read from the source; nothing of it is stored. The sender checks its own copy and
-    /// sends it again.
+    /// What arrived is not what was read from the source; none of it is stored. The sender checks
+    /// its own copy and sends it again.
     Damaged(Damaged),
 }
 

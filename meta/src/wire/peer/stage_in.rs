@@ -9,10 +9,10 @@ use crate::wire::control::{Counted, Selection};
 /// A request to a node's part of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum NodeStageInRequest {
-    /// Evict cached blocks where other programs have filled a drive. Comes before a stage-in. Reply:
+    /// Evict cached blocks where other programs have filled a drive. Sent before a stage-in. Reply:
     /// [`NodeStageInReply::Done`].
     MakeHeadroom,
-    /// A stage-in begins: make room for its blocks and start workers. Reply: [`NodeStageInReply::Done`].
+    /// A stage-in is beginning: make room for its blocks and start workers. Reply: [`NodeStageInReply::Done`].
     Begin {
         /// The stage-in's number, which the coordinator assigns.
         stage_in: u64,
@@ -62,8 +62,8 @@ pub enum NodeStageInRequest {
         /// The dataset to hide.
         replaces: Option<DatasetId>,
     },
-    /// The dataset is visible on all nodes: free what it replaced, and all else of the stage-in. Reply:
-    /// [`NodeStageInReply::Done`].
+    /// The dataset is visible on all nodes: free what it replaced, and everything else that the
+    /// stage-in still holds. Reply: [`NodeStageInReply::Done`].
     Settle {
         /// The stage-in that succeeded.
         stage_in: u64,

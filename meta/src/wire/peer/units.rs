@@ -13,7 +13,7 @@ pub struct Unit {
     pub source: u32,
     /// Number of this assignment. A range that was started at a wrong offset is assigned again under another number.
     pub ticket: u32,
-    /// The directory of the dataset below which its names go.
+    /// The directory in the dataset below which its names go.
     pub prefix: Vec<u8>,
     /// Which other sources must not contain the same paths.
     pub rivalry: Rivalry,
@@ -56,7 +56,7 @@ impl Work {
     }
 }
 
-/// Identifies the content of a file: a file with another version has changed since it was planned.
+/// Identifies the content of a file: a file with another version has changed since the stage-in was planned.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Version {
     /// Length in bytes.
@@ -65,7 +65,7 @@ pub struct Version {
     pub mtime_s: i64,
     /// Modification time, nanoseconds within the second.
     pub mtime_ns: u32,
-    /// Time of the inode's last change, whole seconds. A program can put the modification time back, but not this.
+    /// Time of the inode's last change, whole seconds. A program can set back the modification time, but not this one.
     pub ctime_s: i64,
     /// Time of the inode's last change, nanoseconds within the second.
     pub ctime_ns: u32,
@@ -76,7 +76,7 @@ pub struct Version {
 pub struct TarRange {
     /// The archive's path.
     pub path: Vec<u8>,
-    /// The archive's version when the coordinator planned.
+    /// The archive's version when the coordinator planned the stage-in.
     pub version: Version,
     /// Offset of the range's first byte, where the range before it ends.
     pub from: u64,
@@ -111,7 +111,7 @@ pub struct RangeReport {
 pub struct ZipPart {
     /// The archive's path.
     pub path: Vec<u8>,
-    /// The archive's version when the coordinator planned.
+    /// The archive's version when the coordinator planned the stage-in.
     pub version: Version,
     /// Records of the central directory, byte for byte.
     pub records: Vec<u8>,
@@ -151,7 +151,7 @@ pub enum TreeKind {
     Directory,
     /// A symlink with its target.
     Symlink(Vec<u8>),
-    /// Another name of the file at this path of the tree.
+    /// Another name for the file at this path in the tree.
     HardLink(Vec<u8>),
 }
 

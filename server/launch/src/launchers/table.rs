@@ -77,6 +77,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: SLURM_NARROWING,
         is_job_step: true,
         node_name_variable: Some("SLURMD_NODENAME"),
+        advice: "check that 'srun hostname' works in this job",
     },
     Launcher {
         name: "flux",
@@ -88,6 +89,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: true,
         node_name_variable: None,
+        advice: "check that 'flux exec hostname' works in this job",
     },
     Launcher {
         name: "pbs",
@@ -101,6 +103,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: true,
         node_name_variable: None,
+        advice: "check that 'pbsdsh -- hostname' works in this job",
     },
     Launcher {
         name: "lsf",
@@ -112,6 +115,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: true,
         node_name_variable: None,
+        advice: "check that 'blaunch hostname' works in this job",
     },
     Launcher {
         name: "mpich",
@@ -123,6 +127,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: false,
         node_name_variable: None,
+        advice: "check that the 'mpiexec' in the PATH is that of MPICH or Intel MPI; Open MPI needs --launcher openmpi",
     },
     Launcher {
         name: "openmpi",
@@ -148,6 +153,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: false,
         node_name_variable: None,
+        advice: "check that the 'mpiexec' in the PATH is that of Open MPI; other MPIs need --launcher mpich",
     },
     Launcher {
         name: "ssh",
@@ -159,6 +165,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: false,
         node_name_variable: None,
+        advice: "check that 'ssh -o BatchMode=yes HOST true' works for this node",
     },
     Launcher {
         name: "local",
@@ -170,6 +177,7 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: false,
         node_name_variable: None,
+        advice: "check the limits of this user with 'ulimit -a'",
     },
     Launcher {
         name: "manual",
@@ -181,5 +189,6 @@ pub(super) static LAUNCHERS: [Launcher; 9] = [
         removed_variables: &[],
         is_job_step: false,
         node_name_variable: None,
+        advice: "start the servers with 'dayfly serve'",
     },
 ];

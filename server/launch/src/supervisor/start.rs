@@ -223,10 +223,11 @@ impl SessionStart {
                 Some((sender, receiver, local, remote, hello)) = hellos.recv() => match hello {
                     Ok(FromServer::Hello { names, addresses, warnings }) => {
                         let host = names.first().cloned().unwrap_or_default();
+                        let listed = self.host_index(&names, &addresses).map(|index| self.host_name(index));
                         for warning in warnings {
                             if shown_warnings.insert(warning.clone()) {
-                                let host = if host.is_empty() { "a node" } else { &host };
-                                self.request.notices.show(format_args!("warning: {host}: {warning}"));
+                                let name = listed.as_ref().unwrap_or(&host);
+                                self.request.notices.show(format_args!("warning: {name}: {warning}"));
                             }
                         }
                         let is_here = remote.is_loopback() || remote == local;

@@ -1,4 +1,4 @@
-//! The table under random interleavings (by shuttle), and its eviction policy.
+//! The table under random interleavings (explored with shuttle), and its eviction policy.
 
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;

@@ -18,9 +18,9 @@ use crate::error::PieceError;
 pub(super) const BUFFER_LEN: usize = 8 << 20;
 /// Alignment that the crate's allocator requires.
 const BUFFER_ALIGN: usize = 2 << 20;
-/// Number of buffers of a queue pair, which bounds its operations under way.
+/// Number of buffers for each queue pair. This also bounds the number of its operations under way.
 const BUFFERS_MAX: usize = 8;
-/// Longest operation in bytes.
+/// The longest operation in bytes.
 const OPERATION_LEN_MAX: usize = 1 << 20;
 /// How long the peer may use a buffer.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(3600);
@@ -61,7 +61,7 @@ impl Buffers {
         })
     }
 
-    /// Takes a buffer, if one is free within `limit`.
+    /// Takes a buffer, if one becomes free within `limit`.
     pub(super) async fn take(self: &Arc<Self>, limit: Duration) -> Option<Buffer> {
         if self.lent.lock().unwrap_or_else(PoisonError::into_inner).len() == BUFFERS_MAX {
             return None;
@@ -97,14 +97,14 @@ impl Buffer {
         self.memory.as_ref()?.token_with_timeout(TOKEN_TIMEOUT)
     }
 
-    /// Copies bytes out of the buffer, on which no operation is under way.
+    /// Copies bytes out of the buffer, which no operation is using.
     pub(super) fn read(&self, at: usize, into: &mut [u8]) {
         if let Some(memory) = &self.memory {
             into.copy_from_slice(&memory.as_slice()[at..at + into.len()]);
         }
     }
 
-    /// Copies bytes into the buffer, on which no operation is under way.
+    /// Copies bytes into the buffer, which no operation is using.
     pub(super) fn write(&mut self, at: usize, bytes: &[u8]) {
         if let Some(memory) = &mut self.memory {
             memory.as_mut_slice()[at..at + bytes.len()].copy_from_slice(bytes);

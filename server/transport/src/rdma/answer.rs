@@ -28,11 +28,11 @@ use crate::fair_queue::{FairPermit, FairQueue};
 use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
 use crate::region::{Region, Slot};
 
-/// Most operations that are posted together.
+/// The most operations that are posted together.
 const WORKS_TOGETHER: usize = 64;
-/// Shortest piece that is read past the page cache, if it is not cached and its offset allows it.
+/// The shortest piece whose read bypasses the page cache, if the piece is not cached and its offset allows it.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
-/// The most reads past the page cache that one answer has under way.
+/// The most reads bypassing the page cache that one answer may have under way.
 const DIRECT_READS_MAX: usize = 8;
 /// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
@@ -61,7 +61,7 @@ impl Events for Requests {
 #[derive(Clone)]
 pub(super) struct Answerer {
     pub(super) engine: Arc<Engine>,
-    /// Longest operation in bytes. Longer pieces are written by several operations.
+    /// The longest operation in bytes. Longer pieces are written by several operations.
     pub(super) write_len: u64,
     /// Registered memory through which the bytes of pieces pass.
     pub(super) staging: Region,
@@ -214,7 +214,7 @@ fn broken() -> io::Error {
     io::ErrorKind::BrokenPipe.into()
 }
 
-/// Writes out of one slot that will be posted together.
+/// Writes, all out of one slot, that will be posted together.
 struct Chain {
     slot: Slot,
     used: usize,
@@ -238,7 +238,7 @@ struct Gather<'a> {
     unread: Unread,
 }
 
-/// Reads past the page cache. Several run at a time, because a single read does not saturate a drive.
+/// Reads that bypass the page cache. Several run at a time, because a single read does not saturate a drive.
 struct DirectReads {
     /// The number of the piece, and the result: the outer error is the queue pair's, the inner one the piece's.
     reads: JoinSet<(usize, io::Result<Result<(), PieceError>>)>,
@@ -281,7 +281,7 @@ impl Gather<'_> {
         self.unread.add(piece, error);
     }
 
-    /// Waits for one of the reads past the page cache. Returns `false` if there are none.
+    /// Waits for one of the reads that bypass the page cache. Returns `false` if there are none.
     async fn next_direct(&mut self) -> io::Result<bool> {
         let Some(DirectReads { reads, .. }) = &mut self.direct else { return Ok(false) };
         let Some(read) = reads.join_next().await else { return Ok(false) };
@@ -293,7 +293,8 @@ impl Gather<'_> {
         Ok(true)
     }
 
-    /// Sends a part of a piece past the page cache, if it is large, not cached, and the file system allows it. Returns whether it did.
+    /// Sends a part of a piece, bypassing the page cache, if the part is large and not cached, and
+    /// if the file system allows it. Returns whether it did.
     async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
         let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
         let offset = offset + from;

@@ -1,5 +1,6 @@
-//! Requests over a queue pair, on the asking side. A request's slots are held here while it is under way, not by its caller. They
-//! are returned with the answer, or when the queue pair has been destroyed.
+//! Requests over a queue pair, on the asking side. While a request is under way, its slots are held
+//! here rather than by its caller. They are returned with the answer, or when the queue pair has
+//! been destroyed.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,9 +18,9 @@ use crate::contract::Unread;
 use crate::error::Refusal;
 use crate::region::{Region, Slot};
 
-/// Bytes reserved for the message of an answer, in addition to its lengths.
+/// Bytes reserved for an answer's message, in addition to the list of slot lengths.
 const ANSWER_MESSAGE_LEN: usize = 8 << 10;
-/// A flag in the number of a completion: the request makes progress but is not answered yet.
+/// A flag in the number of a completion: the request is making progress but has not been answered yet.
 pub(super) const PROGRESS: u32 = 1 << 31;
 
 /// The outcome of a request.
@@ -30,7 +31,7 @@ pub(super) enum Outcome {
     Refused(Refusal),
     /// The request or its answer does not fit here, so the request must go over the inner transport.
     Unfit(Vec<Slot>),
-    /// The queue pair ended while the request, of this number, was under way. The peer may or may not have answered it.
+    /// The queue pair ended while the request with this number was under way. The peer may or may not have answered it.
     Failed(Vec<Slot>, u32),
     /// There was no answer and no progress within the deadline. The slots stay with the queue pair.
     Late,
@@ -74,7 +75,7 @@ struct PendingRequest {
 }
 
 impl Asker {
-    /// Hands a joined queue pair to the engine and asks through it from now on.
+    /// Hands a connected queue pair to the engine. From then on, requests go through it.
     pub(super) fn start(engine: &Arc<Engine>, pair: QueuePair, nonce: u64, far: &QueuePairHello, messages: &Region) -> Self {
         let pending = Arc::new(Pending { requests: Mutex::default(), ended: watch::Sender::new(None) });
         let depth = pair.depth();
@@ -133,7 +134,7 @@ impl Asker {
             if self.pending.ended.borrow().is_some() {
                 return Outcome::Unfit(slots);
             }
-            // Numbers wrap around, and an old request may still wait under the next number.
+            // Numbers wrap around, and an old request may still be pending with the next number.
             let number = loop {
                 let next = self.next.fetch_add(1, Ordering::Relaxed) & !PROGRESS;
                 if !requests.contains_key(&next) {

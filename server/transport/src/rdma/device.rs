@@ -138,7 +138,7 @@ impl Device {
         let (service_level, traffic_class) = (choice.service_level, choice.traffic_class);
         let (name, registered_bytes) = (name.to_owned(), AtomicU64::new(0));
         let device = Self { verbs, context, pd, name, port, address, limits, service_level, traffic_class, registered_bytes };
-        // Events of the card must be read without waiting for the next one.
+        // Events from the card must be read without waiting for the next one.
         fcntl(device.events_descriptor(), FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .map_err(io::Error::from)
             .map_err(|error| RdmaError::Call { call: "fcntl", error })?;
@@ -159,7 +159,7 @@ impl Device {
         unsafe { BorrowedFd::borrow_raw(self.context.as_ref().async_fd) }
     }
 
-    /// Returns the events of the card since the last call: the kind, the port's number for events of a port, and a description.
+    /// Returns the events from the card since the last call: the kind, the port's number for events of a port, and a description.
     pub(super) fn events(&self) -> Vec<(u32, u32, String)> {
         let mut events = Vec::new();
         let mut event = verbs::AsyncEvent { element: ptr::null_mut(), event_type: 0 };
@@ -181,7 +181,7 @@ impl Device {
         unsafe { CStr::from_ptr((self.verbs.wc_status_str)(status)) }.to_string_lossy().into_owned()
     }
 
-    /// Returns the port in use, for the choice of the network.
+    /// Describes the port in use, so that the nodes can choose a network.
     pub(super) fn describe(&self) -> Port {
         Port {
             device: format!("{}:{}", self.name, self.port),
@@ -386,7 +386,7 @@ fn numa_node(device: &Path) -> Option<i32> {
     fs::read_to_string(device.join("numa_node")).ok()?.trim().parse().ok().filter(|&node| node >= 0)
 }
 
-/// Returns the NUMA node of the drive of a folder, if the kernel knows it.
+/// Returns the NUMA node of the drive that a folder is on, if the kernel knows it.
 fn numa_node_of_folder(folder: &Path) -> Option<i32> {
     let number = nix::sys::stat::stat(folder).ok()?.st_dev;
     let (major, minor) = (nix::sys::stat::major(number), nix::sys::stat::minor(number));

@@ -1,7 +1,7 @@
 //! Reads large pieces that are not in the page cache directly into registered memory, bypassing the cache.
 //!
 //! On one NVMe drive, with 64 cold pieces of 112 KiB at a time and 4 to 8 threads, we measured 0.73-1.24 GB/s and 0.19-0.35 s of
-//! CPU time per GB. Through the page cache, with the ranges requested in advance, it was 0.56-0.79 GB/s and 0.76-1.29 s.
+//! CPU time per GB. Through the page cache, with the ranges requested in advance, the figures were 0.56-0.79 GB/s and 0.76-1.29 s.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -15,8 +15,8 @@ use memmap2::{MmapOptions, MmapRaw};
 
 use crate::region::Slot;
 
-/// A file opened a second time, for reads past the page cache. It is also mapped, only to ask which of its pages are in the cache;
-/// nothing is read through the mapping.
+/// A file opened a second time, for reads that bypass the page cache. It is also mapped, only to
+/// ask which of its pages are in the cache; nothing is read through the mapping.
 pub(super) struct DirectFile {
     file: File,
     map: MmapRaw,
@@ -29,7 +29,7 @@ pub(super) struct DirectFiles {
     files: Mutex<HashMap<usize, Opened>>,
 }
 
-/// The original file, and the second one; `None` if the file system does not allow reads past the page cache.
+/// The original file, and the second one; `None` if the file system does not allow reads that bypass the page cache.
 type Opened = (Weak<File>, Option<Arc<DirectFile>>);
 
 impl DirectFiles {
@@ -109,7 +109,7 @@ mod tests {
     use crate::region::Region;
 
     #[test]
-    fn uncached_ranges_are_recognized_and_read_past_the_page_cache() {
+    fn uncached_ranges_are_recognized_and_bypass_the_page_cache() {
         // The folder for temporary files may be in memory, so this uses another.
         let mut file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).unwrap();
         let content: Vec<u8> = (0..1_u32 << 20).map(|at| (at ^ (at >> 8)) as u8).collect();

@@ -1,7 +1,7 @@
 //! The thread that posts work to the card and takes its completions. The memory that an operation touches belongs to this thread
 //! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
 //!
-//! The thread sleeps on one `poll` for completions, commands and events of the card. A queue pair that fails is drained first: a
+//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained first: a
 //! marker is posted after its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
 
 use std::any::Any;
@@ -26,14 +26,15 @@ use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
 use super::verbs::{WC_WITH_IMM, Wc};
 use crate::region::Slot;
 
-/// The thread polls this long after the last activity before it sleeps, because a wake-up takes about as long.
+/// The thread keeps polling for this long after the last activity before it sleeps, because a wake-up takes about as long.
 const SPIN: Duration = Duration::from_micros(20);
-/// Longest wait for the work of a failed queue pair. Then the queue pair is destroyed, after which the card no longer touches the
-/// memory of that work.
+/// The longest wait for the work of a failed queue pair. When it is over, the queue pair is
+/// destroyed, and the card no longer touches the memory of that work.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// Longest wait, after the marker, for receives that a failed queue pair had consumed. Later ones are never posted again.
+/// The longest wait, after the marker, for receives that a failed queue pair had consumed. Receives
+/// that come back later are never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
-/// Completions taken with one call.
+/// The number of completions taken with one call.
 const POLLED_TOGETHER: usize = 64;
 /// A flag in the identifier of a receive.
 const RECEIVE: u64 = 1 << 63;
@@ -51,7 +52,7 @@ pub(super) trait Events: Send {
     /// Called when the peer has completed a write into this node's memory, with the number that it attached. An error ends the
     /// queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
-    /// Called when the queue pair was destroyed, so that no more bytes can land through it.
+    /// Called when the queue pair has been destroyed and no more bytes can land through it.
     fn on_end(&mut self, reason: &str);
 }
 
@@ -101,7 +102,7 @@ fn count(counter: &AtomicU64, more: u64) {
 #[derive(Default)]
 struct Commands {
     waiting: VecDeque<Command>,
-    /// Whether the thread has ended, so that no command will be applied.
+    /// Whether the thread has ended, after which no command is applied.
     is_dead: bool,
 }
 
@@ -203,12 +204,12 @@ impl Engine {
         (network.written_bytes, network.read_bytes) = (get(written_bytes), get(read_bytes));
     }
 
-    /// Creates a queue pair for this engine, which is not joined to its other end yet.
+    /// Creates, for this engine, a queue pair that is not connected to its other end yet.
     pub(super) fn queue_pair(&self, depth: u32) -> Result<QueuePair, RdmaError> {
         QueuePair::new(&self.device, &self.completions, &self.receives, depth)
     }
 
-    /// Adds a joined queue pair, whose events go to `events` from now on.
+    /// Adds a connected queue pair, whose events go to `events` from then on.
     pub(super) fn add(&self, pair: QueuePair, events: Box<dyn Events>) -> QueueId {
         let id = QueueId(self.shared.next_id.fetch_add(1, Ordering::Relaxed));
         self.shared.send(Command::Add { id, pair, events });
@@ -280,7 +281,7 @@ impl EngineThread {
             let mut is_active = self.apply_commands();
             match self.take_completions() {
                 Ok(taken) => is_active |= taken > 0,
-                // Without completions the state of no operation is known, so the card can no longer be used.
+                // Without completions, the state of the operations is unknown, so the card can no longer be used.
                 Err(error) => {
                     tracing::error!(device = self.device.name, %error, "cannot take completions; the card is no longer used");
                     return;
@@ -478,7 +479,7 @@ impl EngineThread {
     /// Starts to drain a queue pair: its work fails, and a marker is posted after it.
     fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
         let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
-        tracing::debug!(queue = queue.pair.number(), reason, "queue pair ends");
+        tracing::debug!(queue = queue.pair.number(), reason, "the queue pair is ending");
         queue.waiting.clear();
         queue.ending = Some((Instant::now() + DRAIN_TIMEOUT, reason.to_owned()));
         count(&self.shared.counters.failed, u64::from(is_failure));
@@ -489,8 +490,8 @@ impl EngineThread {
         }
     }
 
-    /// Shortens the deadline of a queue pair whose work has been drained: the receives that it consumed come back at about the same
-    /// time.
+    /// Shortens the deadline of a queue pair whose work has been drained, because the receives that
+    /// it consumed come back at about the same time.
     fn drained(&mut self, id: QueueId) {
         if let Some((deadline, _)) = self.queues.get_mut(&id).and_then(|queue| queue.ending.as_mut()) {
             *deadline = Instant::now() + RECEIVES_TIMEOUT;
@@ -517,7 +518,7 @@ impl EngineThread {
         late.into_iter().for_each(|id| self.finish(id));
     }
 
-    /// Sleeps until there is a completion, a command or an event of the card. Returns whether it slept.
+    /// Sleeps until there is a completion, a command or an event from the card. Returns whether it slept.
     fn sleep(&mut self) -> bool {
         if let Err(error) = self.completions.arm() {
             self.end_all(&error.to_string());
@@ -549,10 +550,10 @@ impl EngineThread {
         true
     }
 
-    /// Handles the events of the card.
+    /// Handles the events from the card.
     fn handle_device_events(&mut self) {
         for (kind, port, description) in self.device.events() {
-            tracing::debug!(device = self.device.name, event = description, "event of the card");
+            tracing::debug!(device = self.device.name, event = description, "the card reported an event");
             if kind == PORT_DOWN && port == u32::from(self.device.port) {
                 // Otherwise, the work under way would only wait for its timeout.
                 tracing::warn!(device = self.device.name, port, "the card's port went down");

@@ -1,16 +1,16 @@
-//! Bounds of the work on a card.
+//! Bounds on the work that a card is given.
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits;
 
 use super::device::DeviceLimits;
 
-/// Bounds of the work on a card. The defaults are those of `dayfly_meta::limits`; tests use smaller ones.
+/// Bounds on the work that a card is given. The defaults are those of `dayfly_meta::limits`; tests use smaller ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Receives posted to the shared receive queue.
     pub(crate) receives: u32,
-    /// Longest request in bytes.
+    /// The longest request in bytes.
     pub(crate) request_len: u32,
     /// Entries of the completion queue.
     pub(crate) completions: u32,
@@ -18,7 +18,7 @@ pub(crate) struct Limits {
     pub(crate) send_depth: u32,
     /// Bytes under way on a queue pair.
     pub(crate) bytes_in_flight: u64,
-    /// Longest single operation in bytes.
+    /// The longest single operation in bytes.
     pub(crate) write_len: u32,
     /// Requests under way on a queue pair on which this node asks.
     pub(crate) window: u32,

@@ -10,18 +10,18 @@ use crate::error::Refusal;
 const VERSION: u8 = 2;
 /// Length of an encoded [`QueuePairHello`].
 const HELLO_LEN: usize = 48;
-/// Least value for the longest request that an end accepts. A request for a single piece fits into it.
+/// The least value for the longest request that an end accepts. A request for a single piece fits into it.
 const REQUEST_LEN_MIN: u32 = 1 << 10;
-/// Length of a request before its ranges and its message.
+/// Length of the part of a request that precedes its ranges and its message.
 const REQUEST_HEAD_LEN: usize = 32;
 /// Length of a memory range in a request.
 const RANGE_LEN: usize = 12;
 /// Stands in place of the length of a piece that could not be read.
 const UNREAD: u32 = u32::MAX;
-/// Length of an answer before its lengths and its message.
+/// Length of the part of an answer that precedes its lengths and its message.
 const ANSWER_HEAD_LEN: usize = 12;
 
-/// The description of one end of a queue pair, which the other end uses to join it.
+/// The description of one end of a queue pair, which the other end uses to connect to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueuePairHello {
     pub(super) end: Endpoint,
@@ -29,7 +29,7 @@ pub(super) struct QueuePairHello {
     pub(super) nonce: u64,
     /// Number of requests that may wait for their answers.
     pub(super) window: u32,
-    /// Longest request in bytes that this end accepts.
+    /// The longest request in bytes that this end accepts.
     pub(super) request_len: u32,
 }
 
@@ -78,7 +78,7 @@ pub(super) struct WireRequest {
     pub(super) number: u32,
     /// The asker's memory for the answer.
     pub(super) answer: Remote,
-    /// Longest answer in bytes.
+    /// The longest answer in bytes.
     pub(super) answer_len: u32,
     /// The asker's memory for bulk bytes: addresses and lengths.
     pub(super) ranges: Vec<(Remote, u32)>,

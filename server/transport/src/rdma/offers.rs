@@ -9,7 +9,7 @@ use tokio::sync::watch;
 
 use crate::error::Refusal;
 
-/// Number of offers remembered. After a failure at most the queue pair's window is sent again, all at once, so this is enough.
+/// Number of offers remembered. After a failure, at most one window of offers is sent again, all at once, so this is enough.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Identifies an offer: the node that sent it, the nonce of the queue pair, and the number of the request.

@@ -98,7 +98,7 @@ async fn keep_up(pair: Arc<Pair>, first: oneshot::Sender<()>) {
         failures = if start.elapsed() > GOOD_LIFE { 1 } else { failures + 1 };
         let is_demoted = failures >= RDMA_FAILURES_MAX;
         if is_demoted || failures == 1 {
-            tracing::warn!(node = %peer, failures, error = reason, "queue pair lost; requests to this node go by TCP");
+            tracing::warn!(node = %peer, failures, error = reason, "queue pair lost; requests to this node go over TCP");
         }
         let reason = if is_demoted { format!("{reason} (attempt {failures})") } else { reason };
         lock(&pair.shared.fallen_back).insert(peer, reason);
@@ -171,7 +171,7 @@ async fn set_up(pair: &Pair) -> Result<Asker, String> {
 
 fn our_hello(card: &Card, pair: &QueuePair) -> Result<QueuePairHello, String> {
     let mut nonce = [0; 8];
-    getrandom::fill(&mut nonce).map_err(|error| format!("no random numbers: {error}"))?;
+    getrandom::fill(&mut nonce).map_err(|error| format!("cannot get random numbers: {error}"))?;
     let nonce = u64::from_le_bytes(nonce);
     Ok(QueuePairHello { end: pair.endpoint(), nonce, window: card.limits.window, request_len: card.limits.request_len })
 }
@@ -182,7 +182,7 @@ async fn join(pair: QueuePair, far: QueuePairHello) -> Result<(QueuePair, QueueP
     }
     blocking(move || match pair.join(&far.end) {
         Ok(()) => Ok((pair, far)),
-        Err(error) => Err(format!("cannot join a queue pair to {}: {error}", far.end.address)),
+        Err(error) => Err(format!("cannot connect a queue pair to {}: {error}", far.end.address)),
     })
     .await
 }

@@ -149,7 +149,7 @@ impl Drop for Receives {
 /// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    /// Sends to a receive of the peer.
+    /// Sends into a receive that the peer has posted.
     Send,
     /// Writes into the peer's memory.
     Write(Remote),
@@ -175,7 +175,7 @@ pub(super) struct Work {
     pub(super) local_key: u32,
 }
 
-/// One end of a queue pair, with the details that the other end needs to join it.
+/// One end of a queue pair, with the details that the other end needs to connect to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Endpoint {
     pub(super) queue: u32,
@@ -202,7 +202,7 @@ unsafe impl Send for QueuePair {}
 unsafe impl Sync for QueuePair {}
 
 impl QueuePair {
-    /// Creates a queue pair that is not joined to its other end yet.
+    /// Creates a queue pair that is not connected to its other end yet.
     pub(super) fn new(
         device: &Arc<Device>,
         completions: &Arc<Completions>,
@@ -254,7 +254,7 @@ impl QueuePair {
         Endpoint { queue: self.number(), packet: self.first_packet, address: *address, reads: limits.reads }
     }
 
-    /// Joins the queue pair to its other end. Afterward it can receive and send.
+    /// Connects the queue pair to its other end. Afterward it can receive and send.
     pub(super) fn join(&self, far: &Endpoint) -> Result<(), RdmaError> {
         let ours = &self.device.address;
         let mut attributes = self.attributes(verbs::QPS_RTR);

@@ -173,7 +173,7 @@ fn on_runtime(future: impl Future<Output = ()>) {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap().block_on(future);
 }
 
-/// Not a test by itself: the child processes of the other tests run this.
+/// Not a test in itself: the child processes of the other tests run this.
 #[test]
 fn role_of_a_child_process() {
     let role = std::env::var(ROLE).unwrap_or_default();
@@ -462,7 +462,7 @@ async fn messages_wait_for_receives_but_not_forever() {
     let requests = (0..200).map(|_| pull(connection, region, b"bulk", &[2000, 100]));
     futures_util::future::join_all(requests).await;
     assert!(nodes.written() > 200 * 2000);
-    // There is no receive at all and never will be, so the queue pair ends by itself.
+    // There is no receive at all and never will be, so the queue pair ends on its own.
     let card = nodes.ours.shared.card().unwrap();
     let (completions, receives) = (Completions::new(&card.device, 16).unwrap(), Receives::new(&card.device, 1).unwrap());
     let far = QueuePair::new(&card.device, &Arc::new(completions), &Arc::new(receives), 8).unwrap();

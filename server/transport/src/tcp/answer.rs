@@ -16,7 +16,7 @@ use crate::error::{PieceError, Refusal};
 use crate::fair_queue::FairQueue;
 use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
 
-/// Shortest piece that the kernel sends. For shorter ones, passing pages costs more than copying the bytes.
+/// The shortest piece that the kernel sends. For shorter ones, passing pages costs more than copying the bytes.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
 /// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;

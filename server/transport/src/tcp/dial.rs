@@ -12,7 +12,7 @@ use super::handshake::{self, is_pushed_out};
 use super::identity::Identity;
 use super::seal::{ReadHalf, WriteHalf, split};
 
-/// Most attempts to dial a peer that aborts handshakes because too many are under way.
+/// The most attempts to dial a peer that aborts handshakes because too many are under way.
 const DIAL_ATTEMPTS_MAX: u32 = 5;
 
 /// The two halves of a link's stream.

@@ -1,9 +1,9 @@
 //! The handshake, with which both ends prove that they hold the session's key before anything else is sent. It is Noise NNpsk0 with
 //! a third message, which shows that the dialer's first message was not a recording.
 //!
-//! A stranger's first message fails at one hash and one cipher operation, costs no curve operation, and gets no answer. The
-//! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the
-//! handshake the stream is plain, or sealed with the resulting keys.
+//! A stranger's first message costs one hash, one cipher operation and no curve operation before it fails, and gets no answer. The
+//! purpose of the connection is the handshake's prologue, so a message for one purpose is invalid for another. After the handshake
+//! the stream is plain, or sealed with the resulting keys.
 
 use std::io;
 
@@ -17,7 +17,7 @@ use super::identity::Identity;
 use super::seal::Keys;
 
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// Longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
+/// The longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
 const MESSAGE_LEN_MAX: usize = 256;
 
 /// The encrypted payload, with which each end identifies itself and the other.
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn members_meet_and_strangers_are_refused() {
+    async fn members_connect_and_strangers_are_rejected() {
         let (dialed, accepted) = shake(identity(1, 1, 0), 1, identity(1, 1, 1)).await;
         assert!(dialed.is_ok());
         assert_eq!(accepted.unwrap().0, NodeId(0));

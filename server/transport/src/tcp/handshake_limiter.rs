@@ -19,7 +19,7 @@ pub(crate) struct HandshakeLimiter<T> {
     handshakes: JoinSet<Option<T>>,
     /// The same handshakes, the oldest first.
     order: VecDeque<AbortHandle>,
-    /// Longest time that a handshake may take.
+    /// The longest time that a handshake may take.
     timeout: Duration,
 }
 

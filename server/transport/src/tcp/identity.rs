@@ -23,7 +23,7 @@ pub struct Identity {
     pub deadlines: Deadlines,
 }
 
-/// The use of a connection. Both ends must name the same, so a recorded handshake is useless for another purpose.
+/// The use of a connection. Both ends must name the same use, so a recorded handshake is useless for another purpose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Purpose {
     /// Messages and bulk bytes between servers, in plain text after the handshake.

@@ -1,6 +1,6 @@
-//! One link to a peer, on the dialing side: the requests under way on it, and the times at which bytes last moved. A request's slots
-//! are held here while it is under way, not by its caller. They are returned when the link has ended, because then no more bytes
-//! can land in them.
+//! One link to a peer, on the dialing side: the requests under way on it, and the times at which
+//! bytes last moved. While a request is under way, its slots are held here rather than by its
+//! caller. They are returned when the link has ended, because then no more bytes can land in them.
 
 use std::collections::HashMap;
 use std::io;
@@ -37,7 +37,7 @@ pub(super) enum PullOutcome {
 struct PendingRequest {
     progress: Progress,
     state: RequestState,
-    /// The permit and the share are held as long as the slots, so a peer's share is bounded even if callers give up early.
+    /// The permit and the share are held as long as the slots are, so a peer's share is bounded even if callers give up early.
     _permit: OwnedSemaphorePermit,
     _share: Option<Arc<BudgetShare>>,
 }
@@ -54,8 +54,9 @@ pub(super) enum RequestState {
     Sending { done: oneshot::Sender<Result<Vec<u8>, Refusal>>, claim: OfferClaim },
 }
 
-/// Decides the end of an accepted offer. Either its caller takes the claim and sends the bytes, or this link takes it and sends
-/// `Withdrawn`. The peer, which has reserved a slot, thus gets exactly one of the two.
+/// Decides how an accepted offer ends. Either its caller takes the claim and sends the bytes, or
+/// this link takes it and sends `Withdrawn`. The peer, which has reserved a slot, thus gets exactly
+/// one of the two.
 #[derive(Clone, Default)]
 pub(super) struct OfferClaim(Arc<AtomicBool>);
 

@@ -97,7 +97,7 @@ pub(super) struct LinkMonitor {
     silent_checks: u32,
 }
 
-/// The past of one link.
+/// The history of one link.
 struct LinkHistory {
     began: Instant,
     /// Number of times that the link ended without a good life in between.

@@ -13,7 +13,7 @@ const BUFFER_LEN: usize = 64 << 10;
 /// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. More would read
 /// into the next bulk bytes, which would then have to be copied.
 const BEHIND_LEN: usize = 256;
-/// Most slots that one call fills.
+/// The most slots that one call fills.
 const SLICES_MAX: usize = 256;
 
 /// Reads the frames of one link.

@@ -14,11 +14,11 @@ use tokio::task::JoinSet;
 pub(crate) enum StreamState {
     /// Bytes pass unchanged.
     Open,
-    /// They are held back in both directions and neither end notices, as when one member of a bonded network link fails.
+    /// Bytes are held back in both directions, and neither end notices, as when one member of a bonded network link fails.
     Black,
     /// The stream is closed at both ends.
     Closed,
-    /// They pass at 400 KB a second in each direction.
+    /// Bytes pass at 400 KB per second in each direction.
     Slow,
 }
 

@@ -9,7 +9,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 
-/// Longest Noise frame in bytes.
+/// The longest Noise frame in bytes.
 const CIPHER_LEN_MAX: usize = 65535;
 /// Length of the authentication tag of a frame.
 const TAG_LEN: usize = 16;

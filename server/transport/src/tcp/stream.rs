@@ -22,10 +22,11 @@ use crate::error::{PieceError, Refusal};
 use crate::page_cache::{blocking_here, is_cached};
 use crate::region::Slot;
 
-/// Frames that may wait in the queue of one link. Bulk frames have up to 1 MiB each.
+/// The number of frames that may wait in the queue of one link. Bulk frames have up to 1 MiB each.
 const QUEUE_LEN: usize = 8;
 
-/// Waiting frames are written with one call, until they have this many bytes. A call has one deadline, so it must not write more.
+/// Waiting frames are written together in one call, which takes no more of them once it has this
+/// many bytes. A call has one deadline, so it must not write more.
 const WRITTEN_TOGETHER: usize = 256 << 10;
 
 /// An entry of the queue.
@@ -55,7 +56,7 @@ pub(super) struct Timestamp {
 }
 
 impl Timestamp {
-    /// Creates a time that means never. Times are relative to `start`.
+    /// Creates a timestamp that means "never". Times are relative to `start`.
     pub(super) fn new(start: Instant) -> Arc<Self> {
         Arc::new(Self { start, ms: AtomicU64::new(0) })
     }
@@ -65,7 +66,7 @@ impl Timestamp {
         self.ms.store(self.start.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    /// Returns the time of the last occurrence since the start; 0 means never.
+    /// Returns the time of the last occurrence, relative to the start; 0 means never.
     pub(super) fn at(&self) -> Duration {
         Duration::from_millis(self.ms.load(Ordering::Relaxed))
     }
@@ -171,9 +172,9 @@ fn late(_: tokio::time::error::Elapsed) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, "the peer took no bytes in time")
 }
 
-/// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were
-/// announced, so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the
-/// piece does not count.
+/// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were announced,
+/// so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the piece must not
+/// be used.
 async fn write_file(
     half: &mut WriteHalf,
     request: u64,

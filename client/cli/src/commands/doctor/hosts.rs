@@ -6,7 +6,9 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use dayfly_launch::expand_host_list;
 use dayfly_transport::probe::{Reached, Speed};
+use serde::de::DeserializeOwned;
 
 use super::checks::now;
 use super::finding::{Finding, Report};
@@ -18,16 +20,23 @@ use crate::size::show;
 const SKEW_MAX_S: f64 = 2.0;
 /// A host that has not answered within this time is reported as unreachable.
 const HOST_TIMEOUT: Duration = Duration::from_secs(120);
+/// At most this many characters of an answer that makes no sense are shown.
+const SHOWN_CHARS_MAX: usize = 80;
 /// With more nodes than this, each is paired only with the next.
 const ALL_PAIRS_MAX: usize = 8;
 
 /// Checks all hosts, and pairs of them.
 pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Failure> {
-    let running: Vec<_> = arguments.hosts.iter().map(|host| start_check(arguments, host)).collect();
+    let hosts = expand_host_list(&arguments.hosts.join(","));
+    let hosts = hosts.map_err(|error| Failure::usage(format!("cannot use the list of hosts in --hosts: {error}")))?;
+    if hosts.is_empty() {
+        return Err(Failure::usage("--hosts names no host; write it as n1,n2 or n[1-8]"));
+    }
+    let running: Vec<_> = hosts.iter().map(|host| start_check(arguments, host)).collect();
     let deadline = Instant::now() + HOST_TIMEOUT;
     let mut reports: Vec<Report> = running
         .into_iter()
-        .zip(&arguments.hosts)
+        .zip(&hosts)
         .map(|(result, host)| {
             let late = |_| Failure::new(format!("{host} did not answer within {} s", HOST_TIMEOUT.as_secs()));
             let left = deadline.saturating_duration_since(Instant::now());
@@ -53,9 +62,10 @@ pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Fail
 fn start_check(arguments: &DoctorArguments, host: &str) -> Receiver<Result<Report, Failure>> {
     let (sender, receiver) = channel();
     let remote = Remote::start(arguments, host, &["--json".to_owned()]);
+    let host = host.to_owned();
     thread::spawn(move || {
         let report = remote.and_then(Remote::output).and_then(|text| {
-            let mut reports: Vec<Report> = serde_json::from_str(&text).map_err(Failure::new)?;
+            let mut reports: Vec<Report> = decode(&host, &text)?;
             let report = reports.pop().ok_or_else(|| Failure::new("it sent no report"))?;
             Ok(Report { clock: report.clock.map(|clock| clock - now()), ..report })
         });
@@ -120,16 +130,26 @@ fn probe_pair(arguments: &DoctorArguments, from: &str, to: &str) -> Result<Reach
     let key = serde_json::to_string(&key).map_err(Failure::new)?;
     let mut answering = Remote::start(arguments, to, &["--answer".to_owned()])?;
     answering.write_line(&key)?;
-    let port: u16 = serde_json::from_str(&answering.read_line()?).map_err(Failure::new)?;
+    let port: u16 = decode(to, &answering.read_line()?)?;
     // Uses the host's name without a user name.
     let name = to.rsplit('@').next().unwrap_or(to);
     let mut reaching = Remote::start(arguments, from, &["--reach".to_owned(), format!("{name}:{port}")])?;
     reaching.write_line(&key)?;
-    let reached = serde_json::from_str(&reaching.output()?).map_err(Failure::new)?;
+    let reached = decode(from, &reaching.output()?)?;
     // The other side exits when its input ends.
     drop(answering.input.take());
     answering.output()?;
     Ok(reached)
+}
+
+/// Decodes what a `dayfly doctor` on another host printed.
+fn decode<T: DeserializeOwned>(host: &str, text: &str) -> Result<T, Failure> {
+    serde_json::from_str(text).map_err(|_| {
+        let start: String = text.lines().next().unwrap_or_default().chars().take(SHOWN_CHARS_MAX).collect();
+        Failure::new(format!(
+            "on {host}: '{start}' is not an answer of this version of 'dayfly doctor'; a start-up file of the shell may have printed it"
+        ))
+    })
 }
 
 /// A `dayfly doctor` on another host.
@@ -161,9 +181,9 @@ impl Remote {
         // The thread ends when the pipe is closed.
         let errors = errors.map(|mut errors| {
             thread::spawn(move || {
-                let mut text = String::new();
-                let _ = errors.read_to_string(&mut text);
-                text
+                let mut text = Vec::new();
+                let _ = errors.read_to_end(&mut text);
+                String::from_utf8_lossy(&text).into_owned()
             })
         });
         Ok(Self { host: host.to_owned(), child, input, output, errors })
@@ -175,20 +195,22 @@ impl Remote {
     }
 
     fn read_line(&mut self) -> Result<String, Failure> {
-        let mut line = String::new();
-        match self.output.read_line(&mut line) {
+        let mut line = Vec::new();
+        match self.output.read_until(b'\n', &mut line) {
             Ok(0) => Err(self.failure(&"it ended without an answer")),
-            Ok(_) => Ok(line),
+            Ok(_) => Ok(String::from_utf8_lossy(&line).into_owned()),
             Err(error) => Err(self.failure(&error)),
         }
     }
 
     /// Waits until the remote program ends, and returns its whole output.
     fn output(mut self) -> Result<String, Failure> {
-        let mut text = String::new();
-        self.output.read_to_string(&mut text)?;
-        let has_failed = text.is_empty() && !self.child.wait()?.success();
-        if has_failed { Err(self.failure(&"it failed")) } else { Ok(text) }
+        let mut text = Vec::new();
+        self.output.read_to_end(&mut text)?;
+        match text.is_empty().then(|| self.child.wait()).transpose()? {
+            Some(status) if !status.success() => Err(self.failure(&format_args!("it ended without an answer ({status})"))),
+            _ => Ok(String::from_utf8_lossy(&text).into_owned()),
+        }
     }
 
     /// Explains a failure using the last line of its standard error, or else with `reason`.

@@ -171,13 +171,13 @@ impl Reporter {
         };
         let seconds = (summary.elapsed_ms as f64 / 1000.0).max(0.001);
         mention(format_args!(
-            "{}: {}, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {} directories and symbolic links, catalog {}{}",
+            "{}: {}, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {}, catalog {}{}",
             self.target,
             units::counted(summary.samples, "sample"),
             size::show(summary.bytes),
             summary.samples as f64 / seconds,
             size::show((summary.bytes as f64 / seconds) as u64),
-            summary.others,
+            units::counted_as(summary.others, "directory or symbolic link", "directories and symbolic links"),
             size::show(summary.catalog_bytes),
             balance
         ));
@@ -189,12 +189,12 @@ impl Reporter {
             }
         }
         if summary.samples == 0 {
-            mention(
+            complain(
                 "warning: the dataset is empty; check whether --include, --exclude or --strip-components leaves everything out",
             );
         }
         if !self.has_decided_on_archives && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
-            mention(format_args!(
+            complain(format_args!(
                 "hint: {} of {} samples have names of archives; --nested unpacks each into a directory, and --no-unpack silences this hint",
                 summary.archives, summary.samples
             ));
@@ -214,7 +214,7 @@ impl Reporter {
             (counts.skipped, "unreadable archive member or source", "unreadable archive members or sources", "left out"),
         ];
         for (count, singular, plural, what) in remarks.into_iter().filter(|(count, ..)| *count > 0) {
-            mention(format_args!("warning: {} {what}", units::counted_as(count, singular, plural)));
+            complain(format_args!("warning: {} {what}", units::counted_as(count, singular, plural)));
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
             mention(format_args!("  {}", display(note.as_bytes())));

@@ -22,7 +22,7 @@ impl<'a> OutBuf<'a> {
     }
 }
 
-/// The buffer is too short for two digits a byte.
+/// The buffer is too short for two digits per byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Error;
 

@@ -1,4 +1,4 @@
-//! The cost of RDMA operations, in counts of work and kernel memory, and the sources of the bytes they move.
+//! Tests what RDMA operations cost, in work requests and kernel memory, and where the bytes that they move are read from.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -58,7 +58,7 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
         ];
         let [posts, works, completions, wake_ups] = counts;
         let figures = format!("{name}: {posts} posts of {works} operations, {completions} completions, {wake_ups} wake-ups");
-        let _ = writeln!(std::io::stderr(), "a batch of 64 of 110 KB, {figures}");
+        let _ = writeln!(std::io::stderr(), "a batch of 64 pieces of 110 KB each, {figures}");
         counts
     };
     let asker = counts("asker", &ours, &nodes.ours.status());
@@ -70,7 +70,7 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
 
 /// Large pieces of all lengths that are not in the page cache are read directly, bypassing it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn cold_pieces_are_read_past_the_page_cache() {
+async fn cold_pieces_bypass_the_page_cache() {
     struct FileService(Arc<std::fs::File>);
 
     #[async_trait]
@@ -121,7 +121,8 @@ async fn cold_pieces_are_read_past_the_page_cache() {
         (0..lens.len())
             .for_each(|at| drop(std::os::unix::fs::FileExt::read_at(&*file, &mut vec![0; 4 << 20], at as u64 * (3 << 20))));
     }
-    // There are more answers than permits to read from the drives. Their pieces are read past the cache and through it.
+    // There are more answers than permits to read from the drives. Some of their pieces are read
+    // through the page cache, and others bypass it.
     rustix::fs::fadvise(&*file, 0, None, rustix::fs::Advice::DontNeed).unwrap();
     let mixed = (0..2 * dayfly_meta::limits::DRIVE_READERS_MAX).map(|_| async {
         let slots = [110_000, 3000, 110_000, 5000].map(|len| region.slot(len).unwrap()).into();
@@ -163,7 +164,7 @@ async fn registered_memory_does_not_grow_with_peers() {
 /// Measures the same requests with both providers, for `docs/DECISIONS.md`.
 #[cfg(feature = "async-rdma")]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_two_providers_compared() {
+async fn the_two_providers_are_compared() {
     if !has_card() {
         return;
     }
@@ -195,8 +196,8 @@ async fn the_two_providers_compared() {
         let (cache, grown) = growth(&before);
         let (batches, longest_batch) = run(20, &[110_000; 64]).await;
         let figures = format!(
-            "{name}: {rate:.0} reads of 4 KB a second, one at a time, the longest {longest:?}; after 10,000 reads {cache} has grown by \
-             {grown} objects; {:.0} MiB/s in batches of 64 of 110 KB, the longest {longest_batch:?}",
+            "{name}: {rate:.0} reads per second of 4 KB each, one by one, the longest {longest:?}; after 10,000 reads {cache} has \
+             grown by {grown} objects; {:.0} MiB/s in batches of 64 pieces of 110 KB each, the longest {longest_batch:?}",
             batches * 64.0 * 110_000.0 / f64::from(1 << 20)
         );
         let _ = writeln!(std::io::stderr(), "{figures}");

@@ -1,0 +1,115 @@
+//! Tests that commands lose no file of their user, ignore no option, and report a mistake once.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
+use std::process::Command;
+
+use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
+
+#[test]
+fn cp_replaces_a_file_only_with_a_whole_copy_and_never_a_device_or_fifo() {
+    let ground = Ground::new();
+    fs::create_dir_all(ground.at("tree/sub")).unwrap();
+    fs::write(ground.at("tree/empty"), "").unwrap();
+    fs::write(ground.at("tree/sub/large"), vec![7; 3_000_001]).unwrap();
+    symlink("sub", ground.at("tree/link")).unwrap();
+    fs::hard_link(ground.at("tree/sub/large"), ground.at("tree/hard")).unwrap();
+    tool("chmod", &["750".as_ref(), ground.at("tree/empty").as_os_str()]);
+    let cluster = ground.up(1);
+    cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
+    let at = |name: &str| cluster.at(name);
+    let names = || {
+        let mut names: Vec<_> = fs::read_dir(at("")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        names.sort();
+        names
+    };
+    fs::write(at("old"), "precious").unwrap();
+    symlink("old", at("alias")).unwrap();
+    symlink("nowhere", at("dangling")).unwrap();
+    tool("mkfifo", &[at("fifo").as_os_str()]);
+    tool("chmod", &["640".as_ref(), at("fifo").as_os_str()]);
+    let before = names();
+    // The kernel refuses to write more than the limit, as if the drive were full.
+    for target in ["old", "alias", "new"] {
+        let script = "trap '' XFSZ; ulimit -f 100; exec \"$0\" cp /dayfly/t/sub/large \"$1\"";
+        let mut limited = Command::new("sh");
+        limited.args(["-c", script, env!("CARGO_BIN_EXE_dayfly"), target]);
+        limited.env("DAYFLY_RUNTIME_DIR", cluster.runtime.path()).env("DAYFLY_SESSION", &cluster.id).current_dir(at(""));
+        let output = output_of(&mut limited);
+        assert!(output.status.code() == Some(1) && text(&output.stderr).contains("too large"), "{}", text(&output.stderr));
+        assert_eq!(fs::read_to_string(at("old")).unwrap(), "precious");
+        assert_eq!(names(), before, "no part is left");
+    }
+    assert!(cluster.fails(1, &["cp", "/dayfly/t/empty", "dangling"]).contains("target does not exist"));
+    assert!(cluster.fails(1, &["cp", "-r", "/dayfly/t/link", "fifo"]).contains("does not replace"));
+    let large = fs::read(at("tree/sub/large")).unwrap();
+    for takes_all in [true, false] {
+        let reader = std::thread::spawn({
+            let fifo = at("fifo");
+            move || {
+                let mut fifo = fs::File::open(fifo).unwrap();
+                let mut read = Vec::new();
+                if takes_all {
+                    fifo.read_to_end(&mut read).unwrap()
+                } else {
+                    fifo.read(&mut [0; 10]).unwrap()
+                };
+                read
+            }
+        });
+        let copied = cluster.output(&["cp", "/dayfly/t/sub/large", "fifo"]);
+        assert_eq!(copied.status.success(), takes_all, "{}", text(&copied.stderr));
+        assert!(reader.join().unwrap() == if takes_all { large.clone() } else { Vec::new() });
+        let mode = fs::symlink_metadata(at("fifo")).unwrap();
+        assert!(mode.file_type().is_fifo() && mode.permissions().mode() & 0o777 == 0o640);
+    }
+    // Success replaces the file that a link names, and hard links stay hard links, also the second time.
+    cluster.ok(&["cp", "/dayfly/t/sub/large", "alias"]);
+    assert!(fs::read(at("old")).unwrap() == large && at("alias").is_symlink());
+    fs::create_dir(at("copy")).unwrap();
+    for _ in 0..2 {
+        cluster.ok(&["cp", "-r", "/dayfly/t", "copy"]);
+        assert_same_tree(&read_tree(&at("tree")), &read_tree(&at("copy/t")), "cp -r");
+    }
+    cluster.down();
+}
+
+#[test]
+fn a_wrong_path_is_reported_once_however_many_nodes_read() {
+    let ground = Ground::new();
+    fs::write(ground.at("sample"), "x").unwrap();
+    let cluster = ground.up(3);
+    cluster.stage(&[&cluster.at("sample")], "/dayfly/t");
+    for command in ["verify", "ls", "stat", "cat"] {
+        let elsewhere = cluster.fails(1, &[command, "/etc"]);
+        assert_eq!(elsewhere, "dayfly: '/etc': it is not in the namespace, which is at '/dayfly'\n", "{command}");
+        assert_eq!(cluster.fails(1, &[command, "/dayfly/none"]), "dayfly: '/dayfly/none': no such file or directory\n");
+    }
+    cluster.down();
+}
+
+#[test]
+fn options_that_would_be_ignored_are_refused() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    fs::write(ground.at("tree/f"), "a sample").unwrap();
+    let cluster = ground.up_with(1, &["--memory", "64MiB"]);
+    assert!(
+        cluster.fails(2, &["tune", "--prefetch-memory", "1TiB"]).contains("more than each server's arena, which has 64.0MiB")
+    );
+    assert!(cluster.ok(&["tune", "--prefetch-memory", "64MiB"]).contains("64.0MiB"));
+    for (status, report, word) in
+        [(1, "no/such/page.html", "cannot write --report"), (1, "tree", "is a directory"), (2, "/dayfly/page", "read-only")]
+    {
+        let message = cluster.fails(status, &["stage-in", "--report", report, "tree", "/dayfly/t"]);
+        assert!(message.contains(word), "{message}");
+        assert_eq!(cluster.ok(&["ls"]), "", "nothing is staged in");
+    }
+    assert!(cluster.fails(1, &["clean", "--data-dir", "/no/such"]).contains("'/no/such': No such file"));
+    cluster.down();
+}

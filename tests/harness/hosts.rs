@@ -1,0 +1,56 @@
+//! A stand-in for a cluster: hosts that `ssh` seems to reach, and launchers of managers that are not
+//! installed here.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::process::Command;
+
+use super::{Cluster, Ground, output_of, text};
+
+/// Creates a ground with a stand-in for `ssh`, which runs commands on this machine and records the
+/// host and the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
+pub(crate) struct Hosts(pub(crate) Ground);
+
+impl Hosts {
+    pub(crate) fn new() -> Self {
+        let ground = Ground::new();
+        let script = format!(
+            r#"#!/bin/sh
+while [ "${{1#-}}" != "$1" ]; do shift 2; done
+host=$1; shift
+echo "$host $PPID" >> {notes}
+case $host in
+    silent) exec sleep 100 ;;
+    broken) echo "ssh: connect to host broken port 22: No route to host" >&2; exit 255 ;;
+esac
+exec sh -c "$*"
+"#,
+            notes = ground.at("notes").display()
+        );
+        fs::create_dir(ground.at("bin")).unwrap();
+        fs::write(ground.at("bin/ssh"), script).unwrap();
+        fs::set_permissions(ground.at("bin/ssh"), fs::Permissions::from_mode(0o755)).unwrap();
+        Self(ground)
+    }
+
+    /// Writes a stand-in for another program that these hosts' commands find in their PATH.
+    pub(crate) fn stand_in(&self, program: &str, script: &str) {
+        let path = self.0.at("bin").join(program);
+        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    pub(crate) fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = self.0.dayfly();
+        let path = format!("{}:{}", self.0.at("bin").display(), std::env::var("PATH").unwrap());
+        command.env("PATH", path).args(arguments).args(["--memory", "32MiB", "--capacity", "16MiB"]);
+        command
+    }
+
+    pub(crate) fn up(self, arguments: &[&str]) -> (Cluster, String) {
+        let output = output_of(&mut self.command(&[&["up"], arguments].concat()));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let id = text(&output.stdout).trim().to_owned();
+        (Cluster { ground: self.0, id }, text(&output.stderr))
+    }
+}
