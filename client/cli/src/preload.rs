@@ -80,8 +80,8 @@ pub(crate) fn value(library: &Path) -> OsString {
     value
 }
 
-/// Returns whether a program is a static ELF file, into which no library can be preloaded. `false`
-/// if that is unknown.
+/// Returns whether a program is a static ELF file, into which no library can be preloaded. Returns
+/// `false` if this is unknown.
 pub(crate) fn is_static(program: &OsStr) -> bool {
     let path = Path::new(program);
     let in_path =

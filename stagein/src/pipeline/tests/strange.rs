@@ -14,7 +14,7 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
         file.set_modified(before.modified().unwrap()).unwrap();
         let after = file.metadata().unwrap();
         assert_eq!((after.mtime(), after.mtime_nsec(), after.len()), (before.mtime(), before.mtime_nsec(), before.len()));
-        // File systems take the time from a clock that advances in steps of some milliseconds.
+        // File systems take the time from a clock that advances in steps of several milliseconds.
         if (after.ctime(), after.ctime_nsec()) != (before.ctime(), before.ctime_nsec()) {
             return;
         }

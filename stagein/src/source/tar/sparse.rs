@@ -1,5 +1,5 @@
 //! Expands sparse files. GNU tar stores a map of the pieces that have data, in one of four formats,
-//! and then only these pieces. Reading returns zeros for the holes.
+//! followed by only those pieces. Reading returns zeros for the holes.
 
 use std::io;
 
