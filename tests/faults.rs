@@ -1,5 +1,5 @@
-//! Tests in which one server or all servers die at arbitrary points of a stage-in and of reads. Errors name the node within the
-//! deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
+//! Tests in which one server or all servers die at arbitrary points during a stage-in and during reads. Errors name the node within
+//! the deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

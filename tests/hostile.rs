@@ -55,7 +55,7 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
 
 /// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
 /// SEMANTICS: "A damaged archive causes an error that names the archive and the place of the damage."
-/// SEMANTICS: "The archive's own checksums detect it, where its format has any."
+/// SEMANTICS: "The archive's own checksums detect it, if its format has any."
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
     let used = cluster.used_bytes();

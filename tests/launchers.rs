@@ -1,5 +1,4 @@
-//! Tests of what starts servers: lists of hosts, the commands of managers and of MPI, and servers
-//! that are started by hand.
+//! Tests of how servers are started: from lists of hosts, by the commands of managers and of MPI, and by hand.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 

@@ -339,8 +339,7 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     cluster.down();
 }
 
-/// SEMANTICS: "Up to four stage-ins run at once in a session, none of them below or above another's
-/// target; further ones wait."
+/// SEMANTICS: "Up to four stage-ins run at once in a session, none with a target below or above another's; any others wait."
 fn several_stage_ins_run_at_once_but_not_over_each_other() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
@@ -425,10 +424,9 @@ fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
     (0..nodes).map(of_node).collect()
 }
 
-/// SEMANTICS: "Local shuffling. A node stores its blocks in random order, so reading a segment from
-/// front to back yields the node's samples in random order at the speed of sequential reading.
-/// `Samples::local` in Rust and `dayfly_local` in C return this node's samples in stored order; taken
-/// over all nodes, each sample comes once."
+/// SEMANTICS: "Local shuffling. A node stores its blocks in random order, so reading a segment from front to back yields the node's
+/// samples in random order at the speed of sequential reading. `Samples::local` in Rust and `dayfly_local` in C return this node's
+/// samples in stored order; across all nodes, each sample occurs exactly once."
 fn stored_order_is_random_and_complete() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();

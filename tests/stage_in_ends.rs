@@ -61,9 +61,9 @@ impl Drop for HeldUpReads {
     }
 }
 
-/// SEMANTICS: "A stage-in that stands still ends: when no node has read, decoded, sent, written or
-/// merged anything for 300 s (`up --stage-in-timeout`), the stage-in fails, and its error names for
-/// each node the pipeline step and the source or drive that the node waits for."
+/// SEMANTICS: "A stage-in that stalls ends: when no node has read, decoded, sent, written or merged anything for 300 s (`up
+/// --stage-in-timeout`), the stage-in fails, and its error names for each node the pipeline step and the source or drive that the
+/// node is waiting for."
 fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("tree/class-1")).unwrap();
@@ -246,7 +246,7 @@ fn a_stage_in_that_is_interrupted_before_its_server_answers_reports_that_too() {
     cluster.down();
 }
 
-/// SEMANTICS: "If the session ends meanwhile, `stage-in` prints that the session ended."
+/// SEMANTICS: "If the session ends during a stage-in, `stage-in` prints that the session ended."
 fn a_stage_in_reports_the_end_of_its_session() {
     let cluster = Ground::new().up(2);
     let mut child = slow_stage_in(&cluster);

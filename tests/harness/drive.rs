@@ -9,7 +9,8 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-/// An ext4 file system that is far larger than its backing store. A write beyond the store fails when it is written back, not earlier.
+/// An ext4 file system that is far larger than its backing store. A write that does not fit in the store fails when it is written
+/// back, not earlier.
 pub(crate) struct ThinDrive {
     backing: PathBuf,
     mounted: PathBuf,

@@ -146,9 +146,8 @@ fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     rejected
 }
 
-/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
-/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
-/// beginning."
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a tar look like (headers,
+/// archives, ends of archives), the result is the same as if the tar were read from its beginning."
 #[test]
 fn a_tar_has_the_same_members_however_it_is_split() {
     let mut rejected = 0;
@@ -176,9 +175,8 @@ fn with_keep_going_a_truncated_tar_gives_its_whole_members_however_it_is_split()
     }
 }
 
-/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
-/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
-/// beginning."
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a tar look like (headers,
+/// archives, ends of archives), the result is the same as if the tar were read from its beginning."
 #[test]
 fn a_damaged_tar_has_the_same_result_however_it_is_split() {
     for seed in 0..40 {
