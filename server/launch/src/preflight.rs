@@ -39,7 +39,7 @@ pub enum PreflightError {
         source: InvalidPath,
     },
     /// Two stage-ins have the same target.
-    #[error("'{0}' is the target of two --stage-in options; to stage several sources into one target, use a glob or a @LIST")]
+    #[error("'{0}' is the target of two --stage-in options; to stage several sources into one target, use a glob or an @LIST")]
     SameTarget(String),
     /// One target lies below another.
     #[error("the targets '{0}' and '{1}' overlap; give each --stage-in a directory of its own")]
