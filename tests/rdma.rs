@@ -140,7 +140,7 @@ fn a_whole_session_uses_rdma() {
 }
 
 #[test]
-fn auto_uses_rdma_where_it_exists_and_tcp_does_not() {
+fn transport_auto_uses_rdma_where_it_exists_and_transport_tcp_never_does() {
     if !has_card() {
         return;
     }
