@@ -64,7 +64,7 @@ enum Far {
     Silent,
     /// The server is dead: its connections are reset, and new ones are refused.
     Reset,
-    /// One of the connections that node 0 has opened to it is dead: 0 carries small messages, 1 and 2 carry bulk data.
+    /// One of the connections that node 0 has opened to the server is dead: 0 carries small messages, 1 and 2 carry bulk data.
     DeadFlow(u8),
     /// Its drive answers late, but before any deadline.
     Slow,
@@ -308,8 +308,8 @@ impl Scene {
 
     /// Drops everything that arrives over one of the connections from node 0 to a node.
     fn kill_flow(&self, node: u16, number: u8) {
-        // For some time after offers, silence may mean that a ping waits behind their bytes, so a dead link is found later
-        // (PROTOCOL, "Liveness"). The sessions with dead links have the full deadlines.
+        // For some time after a server has sent offers, silence may mean that a ping waits behind the offered bytes, so a dead link
+        // is found later (PROTOCOL, "Liveness"). The sessions with dead links have the full deadlines.
         std::thread::sleep(Deadlines::DEFAULT.peer_lost + Duration::from_secs(1));
         let status = self.cluster.status();
         let address = status["nodes"][usize::from(node)]["address"].as_str().unwrap().to_owned();

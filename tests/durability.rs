@@ -375,7 +375,7 @@ fn status_shows_the_space_that_files_take() {
     cluster.down();
 }
 
-/// OPERATIONS.md: a capacity that exceeds the drives' is reduced to theirs.
+/// OPERATIONS.md: a capacity that is larger than the drives is reduced to the drives' size.
 #[test]
 fn a_capacity_beyond_the_drives_is_reported_and_reduced() {
     let ground = Ground::new();

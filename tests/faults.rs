@@ -177,7 +177,7 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     cluster.down();
 }
 
-/// SEMANTICS: "It also works after the server has died."
+/// SEMANTICS: "Reads of the node's own blocks also work after the server has died."
 #[test]
 fn after_the_nodes_own_server_dies_local_blocks_can_be_read_and_others_fail() {
     let cluster = ground().up(2);

@@ -25,8 +25,8 @@ use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
 
-/// Samples of zero, one and several batches, pieces and chunks. None is longer than the bytes that may wait to be cached (an eighth of
-/// the arena), because a busy machine would not cache such a sample the first time.
+/// Samples of zero, one and several batches, pieces and chunks. At most an eighth of the arena may wait to be cached.
+/// No sample is longer than that, because a busy machine would not cache a longer one the first time.
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
@@ -299,7 +299,7 @@ fn a_cached_block_that_cannot_be_read_is_fetched_from_its_owner() {
     let expected = content(far, LENS[far]);
     assert!(read(&view, far).unwrap() == expected);
     wait_until_cached(&view, far);
-    // Truncate the file before these bytes, which is a drive error for a reader.
+    // Truncate the file before these bytes. To a reader this looks like a drive error.
     session.cut(session.data_dir(0), &expected);
     assert!(read(&session.view(0), far).unwrap() == expected);
     assert_eq!(found(&session, Hop::Cached), 1);

@@ -167,7 +167,7 @@ fn servers_can_be_started_by_hand() {
     let of_first = format!("starting-{}.lock", first.id());
     wait_until("the first server has joined", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
     for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // These signals are meant for the job, so a server that waits for others ignores them.
+        // These signals are meant for the job, so a server that waits for other servers ignores them.
         signal(first.id() as i32, number);
     }
     let mut second = ground

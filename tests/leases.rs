@@ -330,7 +330,7 @@ fn idle_orders_release_their_window_to_waiting_requests() {
         assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
     };
-    // The small files fill the arena without gaps. The order then holds every second one, which leaves no room for a large one.
+    // The small files fill the arena without gaps. The order then holds every second small file, so a large file has no room.
     small.truncate(325);
     small.iter().for_each(|&number| read(number));
     let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
@@ -447,7 +447,7 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     send(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
     assert!(matches!(receive(&mut stream), FromServer::Welcome { .. }));
-    // None of them can be read, and the errors exceed what the socket holds, so the server waits for this side to read.
+    // None of these chunks can be read. The errors are more than the socket holds, so the server waits for this side to read.
     send(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     for number in 0..3000 {

@@ -126,7 +126,8 @@ fn a_stage_in_gets_the_space_of_cached_blocks() {
     cluster.down();
 }
 
-/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
+/// SEMANTICS: "Cached blocks make way for stage-ins. They make way as far as the stage-in needs their
+/// space, and no further."
 #[test]
 fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
     let cluster = session(2, &[], &[60_000; 200]);
@@ -147,10 +148,12 @@ fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
     cluster.down();
 }
 
-/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
+/// SEMANTICS: "Cached blocks make way for stage-ins. They make way as far as the stage-in needs their
+/// space, and no further."
 #[test]
 fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
-    // Of its 32 MiB, a node owns 10 and caches 10. Another 16 MiB on each node leaves 6 MiB for cached blocks.
+    // Each node has 32 MiB of space: 10 MiB hold its own blocks, and 10 MiB hold cached blocks. A stage-in of 16 MiB per node
+    // leaves 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);

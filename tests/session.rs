@@ -331,7 +331,7 @@ fn commands_distinguish_sessions() {
     // The session may be another user's, which nobody else can see.
     assert!(down(&second).contains(&format!("you have no session '{second}' on this machine: nothing to do")));
     assert!(ground.ok(&["status"]).contains(&first));
-    // `up` must not remove a session that runs elsewhere and shares the data dir, although its folders look empty.
+    // `up` must not remove a session that runs elsewhere and shares the data dir, although that session's folders look empty.
     let other = Ground::new();
     let up = |ground: &Ground| output_of(ground.dayfly().arg("up").env("TMPDIR", other.data.path())).status.success();
     assert!(up(&other) && up(&ground));
@@ -393,7 +393,7 @@ fn down_and_clean_wait_for_a_session_that_is_ending() {
             // The process that holds the lock must remove the folder.
             std::thread::sleep(Duration::from_millis(200));
             while location.folder.exists() {
-                // A process that tries to take the lock may recreate it in the meantime.
+                // A process that tries to take the lock may recreate the folder in the meantime.
                 let _ = fs::remove_dir_all(&location.folder);
             }
             drop(lock);

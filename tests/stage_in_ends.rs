@@ -265,7 +265,7 @@ fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // According to its metadata, a file in /sys has one page, but it has less.
+    // According to its metadata, a file in /sys has the length of a page, but its content is shorter.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);

@@ -194,8 +194,8 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         );
         fs::remove_dir(&trap).unwrap();
     }
-    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were
-    // opened.
+    // If there is a FIFO in the place of a node's folder, the cleanup must not open it, because
+    // that would block.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
     commons.python(
         STRANGER,

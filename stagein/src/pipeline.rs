@@ -48,7 +48,7 @@ use crate::selection::Selector;
 pub use crate::source::compressed::decoder_threads::DecoderLimits;
 
 /// The ticket of a member that was withdrawn before it got into a run. The ledger never assigns
-/// this number.
+/// this ticket.
 const WITHDRAWN: u32 = u32::MAX;
 
 /// The facts that a worker needs about its stage-in.
@@ -86,8 +86,8 @@ pub struct Worker<S: Sink> {
     activity: Activity,
     unit: CurrentUnit,
     suspect_paths: Arc<SuspectPaths>,
-    /// The generation of `suspect_paths` that all members found so far were checked against; `None`
-    /// if the check skipped members of an uncertain unit.
+    /// All members found so far were compared with this generation of `suspect_paths`. `None` if the
+    /// check skipped members of an uncertain unit.
     checked_generation: Option<u64>,
     /// How long this thread has waited for source bytes in the current call of [`Self::run`].
     reading: Duration,

@@ -25,7 +25,7 @@ use crate::plan::{SplitTar, UnitQueue};
 pub struct UnitLedger {
     waiting: UnitQueue,
     /// Ranges whose first attempt was rejected. They are assigned before everything else, because
-    /// the results of later ranges cannot count until the results of these do.
+    /// the results of later ranges cannot count before those of these ranges.
     retries: VecDeque<Unit>,
     /// Split archives, by source.
     chains: HashMap<u32, RangeChain>,
@@ -192,7 +192,7 @@ impl RangeChain {
             let (report, globals) = self.reports.remove(&self.next)?;
             let (from, to) = self.tar.ranges[self.next];
             if position.offset >= to {
-                // A member of an earlier range spans this one, so no member starts here.
+                // A member of an earlier range reaches past the end of this range, so no member starts here.
                 reject(report, verdict, rejected);
                 self.next += 1;
                 continue;

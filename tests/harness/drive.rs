@@ -62,7 +62,7 @@ impl Drop for ThinDrive {
     }
 }
 
-/// Returns the unnamed files below a folder that a process has open, each once.
+/// Returns the unnamed files that a process has open below a folder. Each file is returned once.
 fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     let mut found = std::collections::BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
@@ -91,7 +91,7 @@ pub(crate) fn evict(pid: i32, folder: &Path) {
 /// Makes system calls of a running process fail or delays them, until this value is dropped.
 pub(crate) struct Injected {
     strace: Child,
-    /// This stays open, because `strace` prints a message for each thread, and would exit if it could not write it.
+    /// This stays open, because `strace` prints a message for each thread, and would exit if the message could not be written.
     _messages: BufReader<ChildStderr>,
 }
 

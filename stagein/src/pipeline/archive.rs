@@ -61,7 +61,7 @@ pub(super) enum Keys {
     /// The key is the offset of the member's data, plus this base.
     Offset(u64),
     /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have
-    /// no offset in the outer one, so they get the keys up to the end of the inner archive's data.
+    /// no offset in the outer archive, so they get the keys up to the end of the inner archive's data.
     Count { next: u64, end: u64 },
 }
 

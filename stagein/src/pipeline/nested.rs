@@ -1,7 +1,7 @@
 //! Unpacks archives within archives (`--nested`).
 //!
 //! A member is unpacked if its name has an archive's ending and its first bytes confirm that it is
-//! one. Otherwise it stays a file, so the bytes that were read to find out are needed again:
+//! an archive. Otherwise it stays a file, so the bytes that were read to find out are needed again:
 //! [`Rewound`] puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
 
 use std::io::{self, Read, Seek};

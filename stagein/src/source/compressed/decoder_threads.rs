@@ -14,8 +14,9 @@
 //! - xz: the file is one piece, and the library decodes its blocks on several threads.
 //! - any other gzip, and bzip2: the file is one piece and one thread decodes it.
 //!
-//! Channels between the threads bound the memory: a decoder that has used up its share of the
-//! decoded bytes allowed ahead of the worker waits, and then the splitter waits for the decoder. On
+//! Channels between the threads bound the memory. All decoders together may be ahead of the worker
+//! by a limited number of decoded bytes, and each decoder has a share of this limit. A decoder that
+//! has used up its share waits, and then the splitter waits for the decoder. On
 //! each node, a stage-in runs only one decoder with a large window at a time. All threads end when
 //! the [`DecodedStream`] is dropped.
 
@@ -65,8 +66,8 @@ pub struct DecoderLimits {
     pub ahead_len: usize,
 }
 
-/// Chunks for reuse. Allocating and clearing new memory for each chunk costs more than copying the
-/// bytes through it.
+/// Chunks for reuse. Allocating and clearing new memory for each chunk would cost more than copying
+/// bytes into the chunk and out of it.
 #[derive(Clone, Default)]
 struct ChunkPool {
     chunks: Arc<Mutex<Vec<Vec<u8>>>>,

@@ -1,8 +1,8 @@
 //! Splits and inflates a gzip stream in independent parts, as `pigz --independent` writes it.
 //!
 //! Two empty deflate blocks separate the parts, and no part refers to bytes of another, so each can
-//! be inflated on its own. The two blocks can also occur by chance. Inflating a part that does need
-//! the part before it fails, and the caller then decodes the whole stream in one piece.
+//! be inflated on its own. The two blocks can also occur by chance. If a part needs bytes of the part
+//! before it, inflating it alone fails, and the caller then decodes the whole stream in one piece.
 
 use std::io::{self, Read};
 
