@@ -21,7 +21,7 @@ DAYFLY_SET=$sets/small.tar DAYFLY_RUNS=$runs taskset -c 1 "$here/namespaces.py" 
     alone=$(mktemp) beside=$(mktemp)
     for _ in $(seq "$DAYFLY_RUNS"); do
         reader >> "$alone"
-        # Node 1 reads all remote samples again and again, including those of node 0. Its arena of 64 MiB holds few of them.
+        # Node 1 reads all remote samples, including those of node 0, again and again. Its 64 MiB arena holds few of them.
         DAYFLY_NODE=1 dayfly-bench read --node 1 --from remote --samples 75000 --passes 1000 > /dev/null & other=$!
         sleep 0.3
         reader >> "$beside"

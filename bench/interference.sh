@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures how much a stage-in at half of its full rate slows a reader of another dataset. The reader runs on one core, the
+# Measures how much a stage-in at half its full rate slows a reader of another dataset. The reader runs on one core, the
 # servers on another.
 # Usage: bench/interference.sh ARCHIVE [RUNS] [NODES]
 # Needs two cores, and dayfly and dayfly-bench in PATH. With more than one node, the servers do part of the reading.

@@ -73,8 +73,8 @@ done; done
 printf '| %-58s | %12s | %12s |        |\n' "stat outside the prefix, best of 200 passes" "$(median < "$work/a")" "$(median < "$work/b")"
 dayfly down > /dev/null
 
-# Two nodes: samples that the other node holds. Another dataset is read first, so that the memory of the arena has been touched, as it
-# has after the first seconds of a job. Every measured sample is requested for the first time in its session.
+# Two nodes: samples that the other node holds. Another dataset is read first, so that the arena's memory has already been touched,
+# as it would be a few seconds into a job. Every measured sample is requested for the first time in its session.
 dayfly-bench make "$plain/other" --samples 4000 --mean-size 110000 --log-normal 0.5
 for set in small large; do
     mean=$(find "$plain/$set" -type f -printf '%s\n' | awk '{ s += $1 } END { printf "%d", s / NR }')

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Plots the prefetch controller on a fast link and on a link of 400 Mbit/s, side by side.
+# Plots the prefetch controller on a fast link and on a 400 Mbit/s link, side by side.
 # Usage: bench/prefetch.sh > docs/prefetch.svg
 # Needs root, and dayfly and dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
 set -euo pipefail

@@ -93,11 +93,11 @@ epochs() {
 }
 
 # Cold: everything runs in a control group whose memory is a third of the data. fio reads the same drive for comparison.
-cold() { # NAME BATCH BLOCK_LEN LOCAL_SAMPLES REMOTE_SAMPLES SAMPLES_TO_WARM_UP; samples count over all runs
+cold() { # NAME BATCH BLOCK_LEN LOCAL_SAMPLES REMOTE_SAMPLES SAMPLES_TO_WARM_UP; the numbers of samples are for all runs together
     work_rates=$(mktemp); work_tcp=$(mktemp)
     local from run count fio_file=$DAYFLY_BENCH_WORK/fio
     for from in local remote; do
-        # Remote reads begin after the memory of the arena has been touched once.
+        # Remote reads begin after the arena's memory has been touched once.
         if [ $from = local ]; then skip=0 count=$(($4 / DAYFLY_RUNS)); else
             skip=$6 count=$(($5 / DAYFLY_RUNS)); dayfly-bench read --batch "$2" --samples "$6" >/dev/null
         fi

@@ -44,11 +44,11 @@ use schedule::Schedule;
 
 /// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
-/// The maximum number of seeds that run at once, even on a machine with more cores. A run mostly
-/// waits.
+/// The maximum number of seeds that run at once, even on a machine with more cores. A run mostly waits, so the number of cores is
+/// not what limits it.
 const JOBS_MAX: usize = 4;
 
-/// This is not a test by itself: if the variable is set, this process is a reader of a run.
+/// This is not a test in itself: if the variable is set, this process is a reader of a run.
 #[test]
 fn a_reader_in_a_process_of_its_own() {
     if let Ok(task) = std::env::var(reader::VARIABLE) {

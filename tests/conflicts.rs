@@ -61,8 +61,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
     }
 }
 
-/// SEMANTICS: "Where sources overlap, the result equals that of unpacking one after another in the order given, with the matches of
-/// a glob in the order of their bytes, whichever node reads which source."
+/// SEMANTICS: "Where sources overlap, the result is the same as if they were unpacked one after another in the order given, with
+/// the matches of a glob in byte order, whichever node reads which source."
 fn sources_come_out_as_if_unpacked_one_after_another() {
     let seeds = 0..12_u64;
     for nodes in [1, 4] {
@@ -78,7 +78,8 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
                 random_tree(&tree, &mut random, source);
                 let archive = base.join(format!("{source}.tar"));
                 pack(&archive, &tree, &[["--format=gnu", "--format=pax"][source % 2]]);
-                // If tar cannot unpack a member, it continues and fails at the end, which is the reference that we want.
+                // If tar cannot unpack a member, it continues and fails at the end; what it has unpacked by then is the reference
+                // that we want.
                 output_of(Command::new("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
                 archives.push(archive);
             }

@@ -1,7 +1,7 @@
 //! Tests the promises of `meta/src/deadlines.rs` with one table. For each kind of request and each fault of the far side, the table
-//! has the error that the request gets, and the time after which it gets it. Sessions run with a fifth of the default deadlines, or
-//! with the divisor in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row has a strict minimum
-//! and a generous maximum.
+//! has the error that the request gets, and the time after which the request gets this error. Sessions run with a fifth of the
+//! default deadlines, or with the divisor in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row
+//! has a strict minimum and a generous maximum.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -64,7 +64,7 @@ enum Far {
     Silent,
     /// The server is dead: its connections are reset, and new ones are refused.
     Reset,
-    /// One of the connections that node 0 has opened to it is dead: 0 carries small messages, 1 and 2 carry bulk data.
+    /// One of the connections that node 0 has opened to the server is dead: 0 carries small messages, 1 and 2 carry bulk data.
     DeadFlow(u8),
     /// Its drive answers late, but before any deadline.
     Slow,
@@ -117,8 +117,8 @@ const fn works(ask: Ask, node: u16, far: Far, after: fn(&Deadlines) -> (Duration
 }
 
 impl Row {
-    /// No machine may declare a slow server dead, and a dead link must be replaced before a request fails, so those
-    /// rows run with the full deadlines, which even a busy machine meets.
+    /// Even on a busy machine, a slow server must not be declared dead, and a dead link must be replaced before a request fails.
+    /// The rows for these two faults therefore run with the full deadlines.
     fn divisor(&self) -> u32 {
         let given = std::env::var("DAYFLY_TEST_DEADLINES_DIVISOR").ok().and_then(|given| given.parse().ok());
         if matches!(self.far, Far::Slow | Far::DeadFlow(_)) { 1 } else { given.unwrap_or(DIVISOR) }
@@ -130,8 +130,8 @@ fn at_once(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::ZERO)
 }
 
-/// The client watches its server's heartbeat in shared memory. It sends its request first, so it may first look at the heartbeat
-/// late.
+/// The client watches its server's heartbeat in shared memory. It sends its request first, so its first look at the heartbeat may
+/// come late.
 fn still(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
@@ -181,7 +181,7 @@ fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The command waits for an answer like a client that was not welcomed, then waits for servers to exit, and then kills them.
+/// The command waits for an answer like a client that has not been welcomed, then waits for servers to exit, and then kills them.
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
 }
@@ -308,8 +308,8 @@ impl Scene {
 
     /// Drops everything that arrives over one of the connections from node 0 to a node.
     fn kill_flow(&self, node: u16, number: u8) {
-        // For some time after offers, silence may mean that a ping waits behind their bytes, so a dead link is found later
-        // (PROTOCOL, "Liveness"). The sessions with dead links have the full deadlines.
+        // For some time after a server has sent offers, silence may mean that a ping waits behind the offered bytes, so a dead link
+        // is found later (PROTOCOL, "Liveness"). The sessions with dead links have the full deadlines.
         std::thread::sleep(Deadlines::DEFAULT.peer_lost + Duration::from_secs(1));
         let status = self.cluster.status();
         let address = status["nodes"][usize::from(node)]["address"].as_str().unwrap().to_owned();

@@ -78,7 +78,7 @@ fn hosts_are_checked_and_each_pair_of_them_is_probed() {
     assert!(detail(0).contains("on mute: it ended without an answer (exit status: 7)"), "{reports}");
     assert!(detail(1).contains("on chatty: 'Welcome ") && detail(1).contains("is not an answer"), "{reports}");
 
-    // A wrong list is refused as by `up`, and no host is contacted.
+    // A wrong list is refused, as `up` would refuse it, and no host is contacted.
     assert!(ground.fails(2, &[&hosts[..], &["n[1-"]].concat()).contains("is not a list of hosts"));
     assert!(ground.fails(2, &[&hosts[..], &[""]].concat()).contains("--hosts names no host"));
     let output = ground.output(&[&hosts[..], &["broken[1-2,4]"]].concat());

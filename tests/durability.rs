@@ -39,10 +39,9 @@ fn check_all(cluster: &Cluster, number: u16, files: usize, len: usize) -> usize 
     (0..files).filter(is_lost).count()
 }
 
-/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
-/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
-/// space is free again."
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more arrive, and a node reports
+/// that it is done after an `fdatasync` of its segments. An error from any of these calls ends the stage-in; the message names the
+/// node, the data dir and the remedy, and all space is free again."
 #[test]
 fn a_drive_that_loses_data_fails_the_stage_in() {
     let ground = Ground::new();
@@ -65,10 +64,9 @@ fn a_drive_that_loses_data_fails_the_stage_in() {
     cluster.down();
 }
 
-/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
-/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
-/// space is free again."
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more arrive, and a node reports
+/// that it is done after an `fdatasync` of its segments. An error from any of these calls ends the stage-in; the message names the
+/// node, the data dir and the remedy, and all space is free again."
 #[test]
 fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     for (nodes, call) in [(1, "fdatasync"), (2, "sync_file_range"), (4, "fdatasync"), (4, "sync_file_range")] {
@@ -91,10 +89,9 @@ fn a_failed_sync_ends_the_stage_in_and_names_node_and_drive() {
     }
 }
 
-/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more
-/// arrive, and a node reports that it is done after an `fdatasync` of its segments. An error of any of
-/// these calls ends the stage-in; the message names the node, the data dir and the remedy, and all
-/// space is free again."
+/// SEMANTICS: "A stage-in finishes only when the drives have its data. Bytes are written out while more arrive, and a node reports
+/// that it is done after an `fdatasync` of its segments. An error from any of these calls ends the stage-in; the message names the
+/// node, the data dir and the remedy, and all space is free again."
 #[test]
 fn every_failed_write_of_a_stage_in_names_node_and_drive() {
     // At first `pwrite64` writes the header of a segment, and later the table of arrivals. `pwritev` writes blocks.
@@ -201,7 +198,7 @@ fn cached_blocks_whose_sync_failed_are_dropped() {
     }
 }
 
-/// SEMANTICS: "A read whose block was dropped meanwhile sees that and starts over."
+/// SEMANTICS: "A read whose block was dropped in the meantime notices this and starts over."
 #[test]
 fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     let len = 300_000;
@@ -378,7 +375,7 @@ fn status_shows_the_space_that_files_take() {
     cluster.down();
 }
 
-/// OPERATIONS.md: a capacity that exceeds the drives' is reduced to theirs.
+/// OPERATIONS.md: a capacity that is larger than the drives is reduced to the drives' size.
 #[test]
 fn a_capacity_beyond_the_drives_is_reported_and_reduced() {
     let ground = Ground::new();

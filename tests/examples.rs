@@ -1,4 +1,4 @@
-//! Builds the programs in `docs/examples` as its README says, and runs them over a real session.
+//! Builds the programs in `docs/examples` as its README says, and runs them in a real session.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -10,7 +10,7 @@ use std::process::Command;
 use harness::samples::{content, session};
 use harness::{Cluster, output_of, text};
 
-/// Lengths of the samples: empty, small, and one of several chunks.
+/// Lengths of the samples: empty, small, and one that spans several chunks.
 const LENS: [usize; 5] = [100, 0, 70_000, 5 << 20, 1];
 
 fn root() -> &'static Path {

@@ -1,5 +1,5 @@
-//! Tests in which one server or all servers die at arbitrary points of a stage-in and of reads. Errors name the node within the
-//! deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
+//! Tests in which one server or all servers die at arbitrary points during a stage-in and during reads. Errors name the node within
+//! the deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -159,7 +159,7 @@ fn a_stopped_server_is_declared_lost_within_the_deadline() {
     cluster.down();
 }
 
-/// The error names the deadline that expired, which proves without measuring time that it was the session's own.
+/// The error names the deadline that expired. This proves, without measuring time, that the session's own deadline was used.
 #[test]
 fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     let cluster = ground().up_with(2, &["--deadlines-divisor", "10"]);
@@ -177,9 +177,9 @@ fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
     cluster.down();
 }
 
-/// SEMANTICS: "It also works after the server has died."
+/// SEMANTICS: "Reads of the node's own blocks also work after the server has died."
 #[test]
-fn with_the_nodes_own_server_dead_local_blocks_are_read_and_others_fail() {
+fn after_the_nodes_own_server_dies_local_blocks_can_be_read_and_others_fail() {
     let cluster = ground().up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let view = cluster.view(0);
@@ -300,7 +300,7 @@ fn a_server_that_exits_while_a_program_attaches_gives_eio_not_enoent() {
 /// segments and catalogs have no names. Empty folders and sockets remain until the next `up` or `dayfly
 /// clean`."
 #[test]
-fn after_kill_9_of_everything_all_space_is_free_and_up_removes_the_folder() {
+fn kill_9_of_everything_frees_all_space_and_the_next_up_removes_the_folder() {
     let ground = ground();
     fs::write(ground.at("large"), vec![5; 100 << 20]).unwrap();
     // Use a separate file system, because other tests use the common one at the same time. Without root, the check is coarser.
@@ -334,7 +334,7 @@ fn after_kill_9_of_everything_all_space_is_free_and_up_removes_the_folder() {
 }
 
 /// SEMANTICS: "A node whose folder in a data dir is removed continues to serve the blocks it has, and
-/// stage-ins fail with its name until the folder exists again."
+/// stage-ins fail, with an error that names the node, until the folder exists again."
 fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();

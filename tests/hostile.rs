@@ -55,7 +55,7 @@ fn damaged(cluster: &Cluster, name: &str, change: impl Fn(&mut Vec<u8>)) -> Path
 
 /// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
 /// SEMANTICS: "A damaged archive causes an error that names the archive and the place of the damage."
-/// SEMANTICS: "The archive's own checksums detect it, where its format has any."
+/// SEMANTICS: "The archive's own checksums detect it, if its format has any."
 fn damaged_archives_are_named_with_the_place() {
     let cluster = cluster();
     let used = cluster.used_bytes();
@@ -230,7 +230,7 @@ fn a_full_file_system_is_an_error_too() {
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // A large block is shipped in pieces. The owner must find out before the first piece that there is no room for the last.
+    // A large block is shipped in pieces. Before the first piece is sent, the owner must notice that the last one has no room.
     let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!((cluster.ok(&["ls"]), cluster.pids().len()), (String::new(), 2));

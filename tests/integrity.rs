@@ -25,8 +25,8 @@ use harness::inside::{Inside, Rest};
 use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
 
-/// Samples of zero, one and several batches, pieces and chunks. None is longer than the bytes that may wait to be cached (an eighth of
-/// the arena), because a busy machine would not cache such a sample the first time.
+/// Samples of zero, one and several batches, pieces and chunks. At most an eighth of the arena may wait to be cached.
+/// No sample is longer than that, because a busy machine would not cache a longer one the first time.
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
@@ -89,7 +89,7 @@ fn wait_until_cached(view: &View, number: usize) {
 }
 
 /// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
-/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
+/// SEMANTICS: "All detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
     let session = Inside::new(3, false);
@@ -247,7 +247,7 @@ fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_ve
 /// In commit 2d0daba, a verified read of a bad cached block returned EIO forever.
 ///
 /// SEMANTICS: "A bad cached block is dropped, and its reader gets the owner's bytes."
-/// SEMANTICS: "Every detected damage is counted in `dayfly_damaged_total`"
+/// SEMANTICS: "All detected damage is counted in `dayfly_damaged_total`"
 #[test]
 fn a_bad_cached_block_is_dropped_and_fetched_from_its_owner() {
     let session = staged(true);
@@ -299,7 +299,7 @@ fn a_cached_block_that_cannot_be_read_is_fetched_from_its_owner() {
     let expected = content(far, LENS[far]);
     assert!(read(&view, far).unwrap() == expected);
     wait_until_cached(&view, far);
-    // Truncate the file before these bytes, which is a drive error for a reader.
+    // Truncate the file before these bytes. To a reader this looks like a drive error.
     session.cut(session.data_dir(0), &expected);
     assert!(read(&session.view(0), far).unwrap() == expected);
     assert_eq!(found(&session, Hop::Cached), 1);
@@ -334,7 +334,7 @@ fn a_good_cached_block_that_a_process_calls_bad_stays() {
     assert_eq!((found(&session, Hop::Cached), found(&session, Hop::Owned)), (0, 0));
 }
 
-/// SEMANTICS: "A node on which a dataset is visible can read all of it, also from owners on which it is not visible yet."
+/// SEMANTICS: "A node on which a dataset is visible can read all of it, even from owners on which it is not yet visible."
 #[test]
 fn a_visible_dataset_can_be_read_before_it_is_visible_on_its_owners() {
     let session = Arc::new(Inside::new(3, false));
@@ -366,8 +366,7 @@ fn a_visible_dataset_can_be_read_before_it_is_visible_on_its_owners() {
     staging.join().unwrap().unwrap();
 }
 
-/// SEMANTICS: "A dataset is replaced node by node: on a node where the old one is still visible, all of
-/// the old one can be read."
+/// SEMANTICS: "A dataset is replaced node by node: on a node where the old dataset is still visible, all of it can be read."
 #[test]
 fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_visible() {
     let session = Arc::new(Inside::new(3, false));
@@ -402,8 +401,8 @@ fn a_dataset_that_is_being_replaced_can_be_read_where_it_is_still_visible() {
     }
 }
 
-/// SEMANTICS: "If one node fails to make a dataset visible, the dataset is withdrawn from all nodes.
-/// Reads in between return its bytes or `EIO`."
+/// SEMANTICS: "If one node fails to make a dataset visible, the dataset is withdrawn from all nodes. Until then, reads return its
+/// bytes or `EIO`."
 #[test]
 fn a_dataset_withdrawn_while_partly_visible_gives_errors_and_no_wrong_bytes() {
     let session = Arc::new(Inside::new(3, false));

@@ -1,6 +1,5 @@
-//! Tests how sessions start, live and end: servers start along a tree, the session starts without
-//! missing nodes, supervisors hold leases, and jobs find their own sessions. Tests that need a
-//! cluster are in `tests/slurm/jobs`.
+//! Tests how sessions start, live and end: servers start along a tree, a session can start without nodes that are missing,
+//! supervisors hold leases, and jobs find their own sessions. Tests that need a cluster are in `tests/slurm/jobs`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -18,8 +17,8 @@ use harness::hosts::Hosts;
 use harness::{Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
-/// SEMANTICS: "A session lives as long as its supervisor is heard: if the supervisor, which is `run` or
-/// a process that `up` leaves behind, is killed, cut off for 6 s or has exited, its servers exit."
+/// SEMANTICS: "A session lives as long as its servers hear from its supervisor, which is `run` or a process that `up` leaves
+/// behind: if the supervisor is killed, has exited or is cut off for 6 s, its servers exit."
 #[test]
 fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     let (cluster, _) = Hosts::new().up(&["--hosts", "h[01-40]"]);
@@ -122,8 +121,8 @@ fn a_server_that_fails_to_start_reports_why() {
     hosts.0.assert_clean();
 }
 
-/// SEMANTICS: "A session lives as long as its supervisor is heard: if the supervisor, which is `run` or
-/// a process that `up` leaves behind, is killed, cut off for 6 s or has exited, its servers exit."
+/// SEMANTICS: "A session lives as long as its servers hear from its supervisor, which is `run` or a process that `up` leaves
+/// behind: if the supervisor is killed, has exited or is cut off for 6 s, its servers exit."
 #[test]
 fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     let cluster = Ground::new().up(2);
@@ -339,9 +338,9 @@ const REMOVALS: [Removal; 7] = [
     }),
 ];
 
-/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
-/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, even if another is
-/// put in its place. Servers and the supervisor check each second."
+/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its nodes: the folder itself, a
+/// server's lock or socket, or the supervisor's lock, even if another is put in its place. Servers and the supervisor check this
+/// every second."
 #[test]
 fn a_session_ends_and_leaves_nothing_when_its_folder_or_lock_is_removed() {
     for nodes in [1, 4] {
@@ -418,9 +417,9 @@ fn up_in_the_foreground_prints_why_it_ends() {
 /// Each server runs in its own mount namespace, with another file system at the runtime
 /// folder, as on separate machines.
 ///
-/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its
-/// nodes: the folder itself, a server's lock or socket, or the supervisor's lock, even if another is
-/// put in its place. Servers and the supervisor check each second."
+/// SEMANTICS: "A session ends on all nodes and frees its space when its folder is removed on any of its nodes: the folder itself, a
+/// server's lock or socket, or the supervisor's lock, even if another is put in its place. Servers and the supervisor check this
+/// every second."
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     if !nix::unistd::geteuid().is_root() {

@@ -1,5 +1,4 @@
-//! Tests of what starts servers: lists of hosts, the commands of managers and of MPI, and servers
-//! that are started by hand.
+//! Tests of how servers are started: from lists of hosts, by the commands of managers and of MPI, and by hand.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -168,7 +167,7 @@ fn servers_can_be_started_by_hand() {
     let of_first = format!("starting-{}.lock", first.id());
     wait_until("the first server has joined", || dayfly_client::locate::all(&user).unwrap()[0].folder.join(&of_first).exists());
     for number in [Signal::SIGHUP, Signal::SIGUSR1, Signal::SIGUSR2] {
-        // These signals are meant for the job, so a server that waits for others ignores them.
+        // These signals are meant for the job, so a server that waits for other servers ignores them.
         signal(first.id() as i32, number);
     }
     let mut second = ground

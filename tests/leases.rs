@@ -172,9 +172,9 @@ fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     cluster.down();
 }
 
-/// SEMANTICS: "While the node's own server stands still (stopped, or hung as a whole), a read that
-/// needs it fails once the server's heartbeat in shared memory has not advanced for 5 s during which
-/// the reader waited. Every further such read fails at once, until the heartbeat advances again."
+/// SEMANTICS: "While the node's own server is stopped, or hangs as a whole, a read that needs it fails once the server's heartbeat
+/// in shared memory has not advanced for 5 s during which the reader waited. Every further such read fails at once, until the
+/// heartbeat advances again."
 #[test]
 fn reads_fail_fast_while_the_nodes_own_server_is_stopped_and_work_again_afterward() {
     let cluster = session(2, &[], &[20_000; 60]);
@@ -329,7 +329,7 @@ fn idle_orders_release_their_window_to_waiting_requests() {
         assert_eq!(view.read_at(&file, 0, &mut buffer).unwrap(), lens[number]);
         assert!(buffer == content(number, lens[number]));
     };
-    // The small files fill the arena without gaps. The order then holds every second one, which leaves no room for a large one.
+    // The small files fill the arena without gaps. The order then holds every second small file, so a large file has no room.
     small.truncate(325);
     small.iter().for_each(|&number| read(number));
     let samples: Vec<SampleId> = small.iter().step_by(2).map(|&number| view.open(&path(number)).unwrap().sample()).collect();
@@ -339,8 +339,8 @@ fn idle_orders_release_their_window_to_waiting_requests() {
     drop(order);
 }
 
-/// SEMANTICS: "All batches of one process together lease at most a quarter of the arena, and all
-/// processes at most three quarters, except for one chunk that each connection gets."
+/// SEMANTICS: "All batches of one process together lease at most a quarter of the arena, and all processes together at most three
+/// quarters, except for one chunk that each connection gets."
 #[test]
 fn idle_batches_of_one_process_leave_room_for_others() {
     let lens: Vec<usize> = (0..820).map(|number| if number < 800 { 100_000 } else { 4_000_000 }).collect();
@@ -349,7 +349,7 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     let view = cluster.view(0);
     let (small, large): (Vec<usize>, Vec<usize>) =
         numbers(&view, lens.len(), false).into_iter().partition(|&number| lens[number] < 1_000_000);
-    // Each batch by itself would need a quarter of the arena.
+    // Each batch alone would need a quarter of the arena.
     let idle: Vec<_> = small[..83 * 4]
         .chunks(83)
         .map(|numbers| {
@@ -446,7 +446,7 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
     send(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
     assert!(matches!(receive(&mut stream), FromServer::Welcome { .. }));
-    // None of them can be read, and the errors exceed what the socket holds, so the server waits for this side to read.
+    // None of these chunks can be read. The errors are more than the socket holds, so the server waits for this side to read.
     send(&mut stream, &FromClient::Fetch { dataset: dataset.id(), chunks: chunks.clone(), recheck: false }).unwrap();
     std::thread::sleep(Duration::from_secs(1));
     for number in 0..3000 {

@@ -17,7 +17,7 @@ use harness::wait_until;
 /// SEMANTICS: "Blocks that came from other nodes are cached on the node's drives where there is room,
 /// so that they are local from the next epoch on."
 #[test]
-fn with_room_for_all_the_second_epoch_sends_no_request_to_peers() {
+fn the_second_epoch_sends_no_request_to_peers_if_everything_fits() {
     let lens: Vec<usize> = (0..800).map(|number| 100 + number * 37 % 30_000).chain([9 << 20, 5 << 20, 70_000]).collect();
     let cluster = session(3, &[], &lens);
     let view = cluster.view(0);
@@ -57,7 +57,7 @@ fn with_room_for_all_the_second_epoch_sends_no_request_to_peers() {
 /// SEMANTICS: "Cached blocks make way for `tune --cache`; concurrent changes take effect one after
 /// another."
 #[test]
-fn changes_of_the_cache_take_effect_one_at_a_time() {
+fn changes_to_the_cache_take_effect_one_at_a_time() {
     let cluster = session(3, &[], &[50_000; 300]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -91,7 +91,7 @@ fn changes_of_the_cache_take_effect_one_at_a_time() {
 /// SEMANTICS: "Orders: samples of an order that a client submits (`Session::submit`, `dayfly_order_*`)
 /// are fetched ahead, whichever interface and whichever process of the node then reads them."
 #[test]
-fn ordered_samples_arrive_in_time_even_while_they_are_cached() {
+fn ordered_samples_arrive_in_time_even_while_they_are_being_cached() {
     let cluster = session(3, &[], &[20_000; 1500]);
     let view = cluster.view(0);
     let dataset = dataset(&view);
@@ -126,7 +126,8 @@ fn a_stage_in_gets_the_space_of_cached_blocks() {
     cluster.down();
 }
 
-/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
+/// SEMANTICS: "Cached blocks make way for stage-ins. They make way as far as the stage-in needs their
+/// space, and no further."
 #[test]
 fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
     let cluster = session(2, &[], &[60_000; 200]);
@@ -147,10 +148,12 @@ fn a_stage_in_that_fits_leaves_cached_blocks_alone() {
     cluster.down();
 }
 
-/// SEMANTICS: "They make way as far as the stage-in needs their space, and no further."
+/// SEMANTICS: "Cached blocks make way for stage-ins. They make way as far as the stage-in needs their
+/// space, and no further."
 #[test]
 fn a_stage_in_drops_only_as_many_cached_blocks_as_it_needs() {
-    // Of its 32 MiB, a node owns 10 and caches 10. Another 16 MiB on each node leaves 6 MiB for cached blocks.
+    // Each node has 32 MiB of space: 10 MiB hold its own blocks, and 10 MiB hold cached blocks. A stage-in of 16 MiB per node
+    // leaves 6 MiB for cached blocks.
     let cluster = session(2, &["--capacity", "32MiB"], &[100_000; 210]);
     let view = cluster.view(0);
     read_epoch(&view, 0);
@@ -205,7 +208,7 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
 /// epoch: with room for four fifths, four fifths of each later epoch are local, where an LRU cache
 /// would have fewer. `status` shows the predicted and the observed share."
 #[test]
-fn with_room_for_four_fifths_four_fifths_are_local_in_every_epoch() {
+fn four_fifths_are_local_in_every_epoch_if_four_fifths_fit() {
     const FILES: usize = 1500;
     const LEN: usize = 20_000;
     // A node's space, including its own part, is four fifths of the dataset, plus a little for everything else that it needs.

@@ -23,7 +23,7 @@ use rand::{Rng, SeedableRng};
 
 const STEPS: usize = 6000;
 
-/// An operation that a program does, with its path.
+/// An operation that a program performs, with its path.
 #[derive(Debug)]
 enum Op {
     Stat(Vec<u8>),

@@ -98,8 +98,8 @@ fn words(words: &str, root: &Path, out: &Path) -> String {
     format!("R={} O={} PROGRAMS={}; export R; {words}", root.display(), out.display(), here("programs.py").display())
 }
 
-/// SEMANTICS: "Programs see what they see of a plain directory: coreutils, find, tar, rsync, git, gcc, sqlite3, shells, and Python
-/// with mmap, numpy, PIL, subprocess and every start method of multiprocessing."
+/// SEMANTICS: "Programs see what they would see in a plain directory: coreutils, find, tar, rsync, git, gcc, sqlite3, shells, and
+/// Python with mmap, numpy, PIL, subprocess and every start method of multiprocessing."
 #[test]
 fn real_programs_see_the_namespace_as_a_plain_directory() {
     let run = |(program, script): &(&str, &str), ground: &Ground, root: &Path| {
@@ -177,7 +177,7 @@ fn sorted_walks(text: &str) -> Vec<&str> {
 
 /// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they return for a plain
 /// directory, except as named below. A successful call leaves errno unchanged."
-/// SEMANTICS: "Descriptors are numbers of the kernel's own table, the lowest that is free."
+/// SEMANTICS: "Descriptors are numbers in the kernel's own table, each the lowest that is free."
 /// SEMANTICS: "Offsets are shared across dup, fork, and exec into other programs."
 /// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
 /// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
@@ -367,8 +367,8 @@ fn after_down_reads_and_mappings_fail_and_never_return_zeros() {
     twin.cluster.assert_clean();
 }
 
-/// SEMANTICS: "Paths lead in however they are spelled, relative or with .., from the working directory or from a directory's
-/// descriptor."
+/// SEMANTICS: "Paths lead into the namespace however they are spelled, relative or with .., from the working directory or from a
+/// directory's descriptor."
 #[test]
 fn every_spelling_of_the_prefix_leads_into_the_namespace() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
@@ -426,7 +426,7 @@ fn the_c_interface_reads_a_staged_in_dataset() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "the library needs glibc 2.28 or newer, in the container as outside."
+/// SEMANTICS: "the library needs glibc 2.28 or newer, inside the container as well as outside."
 #[test]
 fn the_library_needs_no_symbol_newer_than_glibc_2_28() {
     let output = output_of(Command::new("objdump").args(["-T".as_ref(), library().as_os_str()]));
@@ -462,7 +462,7 @@ fn a_program_in_other_pid_and_user_namespaces_reads_the_namespace() {
 /// The variable that names a root file system with an older glibc, which `.ci/run` creates.
 const FOREIGN_ROOT: &str = "DAYFLY_TEST_FOREIGN_ROOT";
 
-/// SEMANTICS: "Containers: the library needs glibc 2.28 or newer, in the container as outside."
+/// SEMANTICS: "Containers: the library needs glibc 2.28 or newer, inside the container as well as outside."
 #[test]
 fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     let Some(foreign) = std::env::var_os(FOREIGN_ROOT).map(PathBuf::from) else {

@@ -81,7 +81,7 @@ fn a_whole_session_uses_rdma() {
     let verified = cluster.ok(&["verify", "--from-every-node"]);
     assert!(verified.contains("from 4 nodes"), "{verified}");
 
-    // Every byte between servers went over the card, according to its counters, to Dayfly's, and to those of the TCP interface.
+    // Every byte between servers went over the card, according to the counters of the card, of Dayfly and of the TCP interface.
     let status = cluster.status();
     let sum = |name: &str| networks(&status).iter().map(|network| number(&network[name])).sum::<u64>();
     let remote: u64 = status["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
@@ -140,7 +140,7 @@ fn a_whole_session_uses_rdma() {
 }
 
 #[test]
-fn auto_uses_rdma_where_it_exists_and_tcp_does_not() {
+fn transport_auto_uses_rdma_where_it_exists_and_transport_tcp_never_does() {
     if !has_card() {
         return;
     }
@@ -160,8 +160,8 @@ fn auto_uses_rdma_where_it_exists_and_tcp_does_not() {
     }
 }
 
-/// Anything that prevents RDMA on a node is found and named at the start. This test changes the whole (virtual) machine and restores
-/// it.
+/// Anything that prevents RDMA on a node is found and named at the start. This test changes settings of the whole (virtual)
+/// machine, and restores them.
 #[test]
 fn a_missing_prerequisite_of_rdma_is_named() {
     if !has_card() {
@@ -199,7 +199,7 @@ fn a_missing_prerequisite_of_rdma_is_named() {
 }
 
 #[test]
-fn without_a_card_auto_uses_tcp_and_names_the_reason_and_rdma_fails() {
+fn without_a_card_transport_auto_uses_tcp_and_names_the_reason_and_transport_rdma_fails() {
     let has_card = fs::read_dir("/sys/class/infiniband").is_ok_and(|mut cards| cards.next().is_some());
     let absent = ["--rdma-device", "absent0"];
     let cluster = Ground::new().up_with(2, &[&absent, &SMALL[..]].concat());

@@ -155,8 +155,8 @@ fn local_reads_send_no_message_and_are_counted() {
 
 /// SEMANTICS: "The namespace holds datasets. A dataset is an immutable subtree that one `stage-in`
 /// made. Datasets do not overlap, and the directories above them are synthetic."
-/// SEMANTICS: "`stage-in --replace` replaces a dataset with another. Until then, reads return the old
-/// one; afterwards, reads of files of the old one that are still open fail with `EIO`."
+/// SEMANTICS: "`stage-in --replace` replaces a dataset with another. Before the replacement, reads return the old dataset; after
+/// it, reads of the old dataset's files that are still open fail with `EIO`."
 #[test]
 fn datasets_do_not_overlap_and_are_replaced_whole() {
     let ground = Ground::new();
@@ -196,8 +196,7 @@ fn datasets_do_not_overlap_and_are_replaced_whole() {
     cluster.down();
 }
 
-/// SEMANTICS: "Names are bytes. A name has at most 255 of them, a path 4,096, and the target of a
-/// symlink 4,095."
+/// SEMANTICS: "Names are bytes. A name has at most 255 bytes, a path 4,096, and a symlink's target 4,095."
 /// SEMANTICS: "Directories are listed in the order of their names' bytes."
 /// SEMANTICS: "Files belong to the session's user. Permission bits are shown but not enforced: every
 /// process that may attach, which is every process of the same user, may read."
@@ -332,7 +331,7 @@ fn commands_distinguish_sessions() {
     // The session may be another user's, which nobody else can see.
     assert!(down(&second).contains(&format!("you have no session '{second}' on this machine: nothing to do")));
     assert!(ground.ok(&["status"]).contains(&first));
-    // `up` must not remove a session that runs elsewhere and shares the data dir, although its folders look empty.
+    // `up` must not remove a session that runs elsewhere and shares the data dir, although that session's folders look empty.
     let other = Ground::new();
     let up = |ground: &Ground| output_of(ground.dayfly().arg("up").env("TMPDIR", other.data.path())).status.success();
     assert!(up(&other) && up(&ground));
@@ -394,7 +393,7 @@ fn down_and_clean_wait_for_a_session_that_is_ending() {
             // The process that holds the lock must remove the folder.
             std::thread::sleep(Duration::from_millis(200));
             while location.folder.exists() {
-                // A process that tries to take the lock may recreate it in the meantime.
+                // A process that tries to take the lock may recreate the folder in the meantime.
                 let _ = fs::remove_dir_all(&location.folder);
             }
             drop(lock);

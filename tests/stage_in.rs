@@ -157,8 +157,8 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     cluster.down();
 }
 
-/// Shell commands that compress standard input to standard output in parts that can be decoded in parallel, and the endings of their
-/// names. The first word of a command is its program.
+/// Shell commands that compress standard input to standard output, each with the name ending of the archives that it makes. The
+/// archives consist of parts that can be decoded in parallel. The first word of a command is its program.
 const IN_PARTS: [(&str, &str); 7] = [
     ("pigz -i -p 2 -b 128", "tar.gz"),
     ("bgzip -c", "tgz"),
@@ -339,8 +339,7 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
     cluster.down();
 }
 
-/// SEMANTICS: "Up to four stage-ins run at once in a session, none of them below or above another's
-/// target; further ones wait."
+/// SEMANTICS: "Up to four stage-ins run at once in a session, none with a target below or above another's; any others wait."
 fn several_stage_ins_run_at_once_but_not_over_each_other() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
@@ -354,7 +353,7 @@ fn several_stage_ins_run_at_once_but_not_over_each_other() {
         command.stderr(Stdio::piped()).spawn().unwrap()
     };
     let mut first = start(0, "/dayfly/d0");
-    // The command owns its target before it prints what it will stage in. The pipe stays open, because it continues to print.
+    // The command owns its target before it prints what it will stage in. The pipe stays open, because the command prints more.
     let mut printed = BufReader::new(first.stderr.take().unwrap()).lines();
     assert!(printed.by_ref().any(|line| line.unwrap().contains("staging")), "the first stage-in begins");
     let others = (1..6).map(|number| start(number, &format!("/dayfly/d{number}")));
@@ -405,7 +404,7 @@ fn the_rate_limit_holds() {
     let cluster = ground.up(2);
     let start = Instant::now();
     cluster.ok(&["stage-in", "--max-rate", "4MB", "tree", "/dayfly/x"]);
-    // Each node has a share of the rate, and does not pass on what it does not use.
+    // Each node has a share of the rate. What a node does not use of its share is not given to other nodes.
     assert!(start.elapsed() > Duration::from_millis(800), "{:?}", start.elapsed());
     cluster.down();
 }
@@ -425,10 +424,9 @@ fn local_orders(cluster: &Cluster, nodes: u16, path: &str) -> Vec<Vec<String>> {
     (0..nodes).map(of_node).collect()
 }
 
-/// SEMANTICS: "Local shuffling. A node stores its blocks in random order, so reading a segment from
-/// front to back yields the node's samples in random order at the speed of sequential reading.
-/// `Samples::local` in Rust and `dayfly_local` in C return this node's samples in stored order; taken
-/// over all nodes, each sample comes once."
+/// SEMANTICS: "Local shuffling. A node stores its blocks in random order, so reading a segment from front to back yields the node's
+/// samples in random order at the speed of sequential reading. `Samples::local` in Rust and `dayfly_local` in C return this node's
+/// samples in stored order; across all nodes, each sample occurs exactly once."
 fn stored_order_is_random_and_complete() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();

@@ -61,9 +61,9 @@ impl Drop for HeldUpReads {
     }
 }
 
-/// SEMANTICS: "A stage-in that stands still ends: when no node has read, decoded, sent, written or
-/// merged anything for 300 s (`up --stage-in-timeout`), the stage-in fails, and its error names for
-/// each node the pipeline step and the source or drive that the node waits for."
+/// SEMANTICS: "A stage-in that stalls ends: when no node has read, decoded, sent, written or merged anything for 300 s (`up
+/// --stage-in-timeout`), the stage-in fails, and its error names for each node the pipeline step and the source or drive that the
+/// node is waiting for."
 fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("tree/class-1")).unwrap();
@@ -246,7 +246,7 @@ fn a_stage_in_that_is_interrupted_before_its_server_answers_reports_that_too() {
     cluster.down();
 }
 
-/// SEMANTICS: "If the session ends meanwhile, `stage-in` prints that the session ended."
+/// SEMANTICS: "If the session ends during a stage-in, `stage-in` prints that the session ended."
 fn a_stage_in_reports_the_end_of_its_session() {
     let cluster = Ground::new().up(2);
     let mut child = slow_stage_in(&cluster);
@@ -265,7 +265,7 @@ fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // According to its metadata, a file in /sys has one page, but it has less.
+    // According to its metadata, a file in /sys has the length of a page, but its content is shorter.
     let short = "/sys/kernel/mm/transparent_hugepage/enabled";
     if fs::metadata(short).is_ok_and(|metadata| metadata.len() == 4096) {
         let message = cluster.fails(1, &["stage-in", short, "/dayfly/x"]);

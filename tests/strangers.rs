@@ -1,5 +1,5 @@
-//! Tests in which another local user tries to see or reach what belongs to a session, and another
-//! process of the owner tries to read the key. These tests need root, to act as several users.
+//! Tests in which another local user tries to see or reach what belongs to a session, and another of the owner's processes tries to
+//! read the key. These tests need root, to act as several users.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -25,7 +25,7 @@ struct Commons {
 impl Commons {
     fn new() -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
-            // Written directly, because the test harness captures prints, and this must be visible.
+            // Written directly, because the test harness captures printed output, and this must be visible.
             use std::io::Write;
             let _ = writeln!(std::io::stderr(), "Other users were NOT simulated: that needs root.");
             return None;
@@ -194,8 +194,8 @@ fn a_folder_that_another_user_made_first_is_not_used() {
         );
         fs::remove_dir(&trap).unwrap();
     }
-    // A FIFO in a node folder's place must not block the cleanup, which would happen if it were
-    // opened.
+    // If there is a FIFO in the place of a node's folder, the cleanup must not open it, because
+    // that would block.
     let trap = commons.at(&format!("drive/dayfly-{OWNER}"));
     commons.python(
         STRANGER,

@@ -23,7 +23,7 @@ pub(crate) struct Make {
     /// logarithm
     #[arg(long, value_name = "SIGMA")]
     log_normal: Option<f64>,
-    /// Write this number of tars instead of a tree, with empty samples, to measure what names cost
+    /// Instead of a tree, write this number of tars with empty samples, to measure what names cost
     #[arg(long, value_name = "N", conflicts_with_all = ["mean_size", "log_normal"])]
     empty_in_tars: Option<u64>,
 }

@@ -43,8 +43,7 @@ pub(crate) fn run(arguments: &Spread) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the probability of `count` successes in `of` trials that each succeed with
-/// `probability`.
+/// Returns the probability of `count` successes in `of` trials, each of which succeeds with `probability`.
 fn binomial(of: usize, count: usize, probability: f64) -> f64 {
     let ways = (0..count).map(|at| ((of - at) as f64).ln() - ((at + 1) as f64).ln()).sum::<f64>();
     (ways + count as f64 * probability.ln() + (of - count) as f64 * (1.0 - probability).ln()).exp()

@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::measure::Failure;
 
-/// Bytes of each call.
+/// The number of bytes per call.
 const CALL_LEN: usize = 1 << 20;
 
 /// Copy bytes over one TCP stream, from memory to memory; prints bytes per second

@@ -1,5 +1,5 @@
-//! Everything that can go wrong in a stage-in. Each message names the source or sample, where in
-//! it the problem lies, the reason, and what the user can do about it.
+//! Everything that can go wrong in a stage-in. Each message names the source or sample, the
+//! position of the problem in it, the reason, and what the user can do about it.
 
 use std::error::Error;
 use std::io;
@@ -46,7 +46,7 @@ pub enum StageInError {
         /// The glob or list that named the first source beyond the limit.
         pattern: String,
     },
-    /// A source or a file of a tree cannot be opened or read.
+    /// A source, or a file in a tree, cannot be opened or read.
     #[error("cannot read '{}': {error}; {}{KEEP_GOING_ADVICE}", path.display(), read_advice(error))]
     Read {
         /// Path of the file or directory.
@@ -55,13 +55,15 @@ pub enum StageInError {
         #[source]
         error: io::Error,
     },
-    /// The file system failed while an archive was read. Nothing says that the archive is damaged.
+    /// The file system failed while an archive was read. This does not mean that the archive is
+    /// damaged.
     #[error(
         "cannot read '{}' at byte {offset}{}: {error}; {}{KEEP_GOING_ADVICE}",
         path.display(), of_contents(*is_decompressed), read_advice(error)
     )]
     ReadAt {
-        /// Path of the archive. An archive within an archive has the outer one's path in front.
+        /// Path of the archive. For an archive within an archive, it begins with the outer
+        /// archive's path.
         path: PathBuf,
         /// Offset in the archive, as in [`Self::Damaged`].
         offset: u64,
@@ -77,7 +79,7 @@ pub enum StageInError {
         /// Path of the source.
         path: PathBuf,
     },
-    /// A file has the name of an archive, but not the contents.
+    /// A file has an archive's name, but not an archive's contents.
     #[error(
         "'{}' is named like an archive, but is not one that can be unpacked (supported: zip, and tar, either plain or compressed \
          with gzip, zstd, xz, bzip2 or lz4); rename it, or stage archives in as files with --no-unpack",
@@ -117,7 +119,7 @@ pub enum StageInError {
         /// The feature that is not supported.
         reason: String,
     },
-    /// A source is not the same as when it was planned or opened.
+    /// A source has changed since it was planned or opened.
     #[error("'{}' changed while it was staged in; stage it in again once nothing writes to it", path.display())]
     Changed {
         /// Path of the source.
@@ -169,7 +171,7 @@ pub enum StageInError {
     NoAssignment {
         /// The coordinator's node.
         coordinator: NodeId,
-        /// Its answer, or why there was none.
+        /// The coordinator's answer, or why there was none.
         #[source]
         cause: Box<dyn Error + Send + Sync>,
     },
@@ -198,7 +200,7 @@ pub enum StageInError {
 }
 
 impl StageInError {
-    /// Returns whether the error concerns one source or member only, so that `--keep-going` may
+    /// Returns whether the error concerns only one source or member, so that `--keep-going` may
     /// skip it.
     pub(crate) fn is_of_source(&self) -> bool {
         match self {
@@ -247,7 +249,8 @@ fn of_contents(is_decompressed: bool) -> &'static str {
     if is_decompressed { " of its decompressed contents" } else { "" }
 }
 
-/// Returns whether an error came from the system, perhaps through a decoder, and not from what the bytes say.
+/// Returns whether an error came from the system, perhaps by way of a decoder, rather than from the contents
+/// of the bytes.
 pub(crate) fn is_of_system(error: &io::Error) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {

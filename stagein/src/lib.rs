@@ -10,9 +10,9 @@
 //! | [`plan`] | expands the user's patterns, determines formats, splits sources into units | the coordinator |
 //! | [`unit_ledger`] | assigns units to workers, and decides which results count | the coordinator |
 //! | [`pipeline`] | reads a unit, cuts and places its samples, ships their blocks to a [`pipeline::Sink`] | every worker |
-//! | [`runs`] | stores the members that were found in temporary files, sorted by path; merges these files | workers; the coordinator |
+//! | [`runs`] | stores the members found, sorted by path, in temporary files; merges these files | workers; the coordinator |
 //! | [`path_conflicts`] | notices early that two rival sources have the same path | owners and workers |
-//! | [`progress`] | counts, shows and cancels the work of a stage-in on a node, and limits its rate | all of them |
+//! | [`progress`] | counts, shows and cancels a stage-in's work on a node, and limits its read rate | all of them |
 //! | [`error`] | says what went wrong, in which source, and what to do | all of them |
 //!
 //! Two internal modules complete the picture: `source` parses the formats, and `selection` decides
@@ -20,18 +20,19 @@
 //!
 //! # Invariants
 //!
-//! - Every member in a run names blocks that their owners have stored, with a checksum that was
-//!   taken while the source was read.
+//! - The owners have stored every block that a member in a run names, together with a checksum that
+//!   was taken while the source was being read.
 //! - However a plain tar is split, the workers find the same members as a reader that starts at the
-//!   beginning.
+//!   beginning would.
 //! - Whatever a source claims, memory is bounded: by the buffers that the sink lends, by the length of a run, and by
 //!   [`pipeline::DecoderLimits`].
-//! - A source that changes while it is read is an error, never a mixture of old and new bytes.
+//! - A source that changes while it is being read is an error, never a mixture of old and new
+//!   bytes.
 //!
 //! # Named absences
 //!
-//! There is no network here and no async runtime: the stored data leaves through the [`pipeline::Sink`] trait, and calls block
-//! their thread. The server, not this crate, decides where temporary files are and how messages travel.
+//! There is no network and no async runtime here: data leaves through the [`pipeline::Sink`] trait, and calls block the
+//! calling thread. The server, not this crate, decides where temporary files are and how messages travel.
 //!
 //! # Example
 //!

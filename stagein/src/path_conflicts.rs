@@ -1,10 +1,10 @@
-//! Detects path conflicts while the sources are still being read. A path conflict is two samples of
-//! rival sources that have the same path.
+//! Detects path conflicts while the sources are still being read. There is a path conflict if two
+//! samples from rival sources have the same path.
 //!
-//! 1. The first blocks of all samples with one path go to one owner. Owners therefore compare path
-//!    hashes as blocks arrive. Two equal hashes make the path a suspect.
-//! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each worker
-//!    searches the members that it has found, and those that it finds later ([`SuspectPaths`]).
+//! 1. If several samples have the same path, their first blocks all go to the same owner. Owners
+//!    therefore compare path hashes as blocks arrive. Two equal hashes make the path a suspect.
+//! 2. The coordinator sends the suspects to all nodes. Workers know whole paths; each worker checks
+//!    the members that it has already found, and those that it finds later ([`SuspectPaths`]).
 //! 3. Two samples that really share a path, and whose contents differ, are a conflict. Hashes that
 //!    are equal by chance therefore never fail a stage-in.
 //!
@@ -18,19 +18,19 @@ use dayfly_meta::limits::SIGHTINGS_MAX;
 use dayfly_meta::wire::peer::{Rival, Rivalry, Sighting, SuspectPath};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
-/// The suspect paths of a stage-in, and the samples with these paths that workers of this node
+/// The suspect paths of a stage-in, and the samples with these paths that workers on this node have
 /// found.
 #[derive(Default)]
 pub struct SuspectPaths {
-    /// Incremented when `suspects` changes; 0 while there has never been a suspect.
+    /// Incremented when `suspects` changes; 0 until there is a first suspect.
     generation: AtomicU64,
     suspects: Mutex<Vec<SuspectPath>>,
     sightings: Mutex<Vec<Sighting>>,
 }
 
 impl SuspectPaths {
-    /// Replaces the list of suspects. Workers search for them among the members that they have
-    /// found and those that they find from now on.
+    /// Replaces the list of suspects. Workers look for them among the members that they have
+    /// already found and those that they find from then on.
     pub fn set(&self, new: Vec<SuspectPath>) {
         let mut suspects = lock(&self.suspects);
         if *suspects != new {
@@ -72,8 +72,8 @@ pub(crate) fn rival(path: &[u8], Rivalry { pattern, match_number }: Rivalry) -> 
     if pattern == 0 { Rival::default() } else { Rival { hash: path_hash(path, pattern), pattern, match_number } }
 }
 
-/// Hashes a path, with the pattern's number as the seed. Equal paths of different patterns thus
-/// have different hashes: only sources of one pattern are rivals.
+/// Hashes a path, with the pattern's number as the seed. Equal paths from different patterns thus
+/// have different hashes, because only sources of the same pattern are rivals.
 fn path_hash(path: &[u8], pattern: u32) -> u64 {
     xxh3_64_with_seed(path, u64::from(pattern))
 }

@@ -1,21 +1,21 @@
-//! The pipeline of a worker: it reads units, cuts samples into blocks, places each block on a
-//! node, and ships blocks to their owners in batches.
+//! A worker's pipeline: it reads units, cuts samples into blocks, places each block on a node, and
+//! ships blocks to their owners in batches.
 //!
-//! A [`Worker`] runs on a thread of its own and blocks it. It works on one unit at a time:
+//! A [`Worker`] runs on a thread of its own, and its calls block that thread. It works on one unit
+//! at a time:
 //!
 //! - The files below `pipeline/` read one kind of unit each: `range` a range of a plain tar,
 //!   `archive` the members of any tar, `zip` part of a zip, `nested` archives within archives, and
 //!   `read` files of a directory tree.
 //! - Each sample goes through `shipping`: every block is placed on the ring by its sample's path,
-//!   and its bytes are read straight into the open batch of its owner. Full batches go to the
-//!   [`Sink`].
-//! - A member whose blocks are all stored goes to a sorted run ([`crate::runs`]), with the numbers
-//!   that its owners gave to its blocks.
+//!   and its bytes are read straight into its owner's open batch. Full batches go to the [`Sink`].
+//! - Once all of a member's blocks are stored, the member goes to a sorted run ([`crate::runs`]),
+//!   with the numbers that the owners gave to the blocks.
 //!
 //! The sink bounds the worker's memory: the worker fills buffers that the sink lends it, and waits
 //! when none is left. A slow owner therefore slows its senders down, and no queue grows.
 //!
-//! If a read fails, the sample is treated as if it had never existed. Its blocks may be stored already,
+//! If a read fails, the sample is treated as if it had never existed. Its blocks may already be stored,
 //! but no member names them.
 
 mod archive;
@@ -47,7 +47,8 @@ use crate::runs::RunWriter;
 use crate::selection::Selector;
 pub use crate::source::compressed::decoder_threads::DecoderLimits;
 
-/// The ticket of a member that was withdrawn before it got into a run. The ledger never assigns it.
+/// The ticket of a member that was withdrawn before it got into a run. The ledger never assigns
+/// this ticket.
 const WITHDRAWN: u32 = u32::MAX;
 
 /// The facts that a worker needs about its stage-in.
@@ -56,7 +57,7 @@ pub struct WorkerConfig<'a> {
     pub placement: Arc<Placement>,
     /// Which members to take, and under which names.
     pub selection: &'a Selection,
-    /// Seed of the order in which owners store blocks.
+    /// Seed for the order in which owners store blocks.
     pub seed: u64,
     /// Threads and memory for decoding compressed sources.
     pub decoders: DecoderLimits,
@@ -74,7 +75,7 @@ pub struct Worker<S: Sink> {
     open: BTreeMap<NodeId, Batch<S::Buffer>>,
     /// Members that are not in a run yet. Batches refer to them by index.
     members: Vec<Member>,
-    /// Memory that `members` take, in bytes.
+    /// Memory used by `members`, in bytes.
     members_len: usize,
     runs: RunWriter,
     selector: Selector,
@@ -85,37 +86,37 @@ pub struct Worker<S: Sink> {
     activity: Activity,
     unit: CurrentUnit,
     suspect_paths: Arc<SuspectPaths>,
-    /// The generation of `suspect_paths` that all members found so far were checked against; `None`
-    /// if the check skipped members of an uncertain unit.
+    /// All members found so far were compared with this generation of `suspect_paths`. `None` if the
+    /// check skipped members of an uncertain unit.
     checked_generation: Option<u64>,
-    /// How long this thread waited for source bytes, in the current call of [`Self::run`].
+    /// How long this thread has waited for source bytes in the current call of [`Self::run`].
     reading: Duration,
-    /// How long this thread waited for the sink, in the current call of [`Self::run`].
+    /// How long this thread has waited for the sink in the current call of [`Self::run`].
     shipping: Duration,
-    /// Batches that their owners had no room for, copied from the sink's memory. Their blocks
-    /// need new owners.
+    /// Copies, outside the sink's memory, of batches that their owners had no room for. Their
+    /// blocks need new owners.
     returned: VecDeque<Batch<Box<[u8]>>>,
 }
 
-/// The state of the unit that a worker reads now.
+/// The state of the unit that a worker is currently reading.
 #[derive(Default)]
 struct CurrentUnit {
     ticket: u32,
     rivalry: Rivalry,
     counts: Counts,
-    /// Source bytes that were read for the unit.
+    /// Source bytes that have been read for the unit so far.
     source_bytes: u64,
     /// Whether its members may still turn out not to count. Until the unit ends, they must not be
     /// reported as sightings of suspect paths.
     is_uncertain: bool,
-    /// Whether some of its members are in a run already and can no longer be discarded.
+    /// Whether some of its members are already in a run and can no longer be discarded.
     has_flushed: bool,
     /// Whether its source changed, so that none of its members may count.
     withdrawn: bool,
 }
 
 impl<S: Sink> Worker<S> {
-    /// Creates a worker of one stage-in.
+    /// Creates a worker for one stage-in.
     ///
     /// # Errors
     ///
@@ -146,12 +147,12 @@ impl<S: Sink> Worker<S> {
         })
     }
 
-    /// Reads one unit or several small ones. When this returns, the owners have stored all their
-    /// blocks.
+    /// Reads one unit or several small ones. When this returns, the owners have stored all blocks
+    /// of these units.
     ///
     /// # Errors
     ///
-    /// Any error fails the stage-in. With `--keep-going`, errors that concern one source only are
+    /// Any error fails the stage-in. With `--keep-going`, errors that concern only one source are
     /// counted in the reports instead.
     pub fn run(&mut self, units: &[Unit]) -> Result<Vec<UnitReport>, StageInError> {
         let start = Instant::now();
@@ -166,7 +167,7 @@ impl<S: Sink> Worker<S> {
             let CurrentUnit { source_bytes, withdrawn, .. } = self.unit;
             let mut counts = std::mem::take(&mut self.unit.counts);
             // The notes of all units together must fit in one message, so the first report carries
-            // the counts of all. A range, whose counts may be rejected, is always alone.
+            // the counts of all. A range, whose counts may be rejected, is always assigned alone.
             if let Some(first) = reports.first_mut() {
                 first.counts.add(std::mem::take(&mut counts));
             }
@@ -181,7 +182,7 @@ impl<S: Sink> Worker<S> {
         Ok(reports)
     }
 
-    /// Ends the worker and returns all members it found.
+    /// Ends the worker and returns all members that it found.
     ///
     /// # Errors
     ///
@@ -191,7 +192,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Looks for suspect paths among all members found so far, if the suspects have changed since
-    /// the last look.
+    /// the last check.
     ///
     /// # Errors
     ///
@@ -212,7 +213,7 @@ impl<S: Sink> Worker<S> {
         self.runs.for_each(&mut check).map_err(StageInError::TempFile)
     }
 
-    /// With `--keep-going`, counts and notes an error that concerns one source or member only.
+    /// With `--keep-going`, counts and notes an error that concerns only one source or member.
     /// Returns every other error.
     fn skip_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         if self.monitor.is_cancelled() {

@@ -1,6 +1,6 @@
 //! Planning: the coordinator's work before anything is read.
 //!
-//! [`plan_sources`] expands the patterns of the user to source paths (`source_paths`, `glob`),
+//! [`plan_sources`] expands the user's patterns to source paths (`source_paths`, `glob`),
 //! determines the format of each source, and splits the sources into units (`planner`). Large plain
 //! tars become several ranges (`tar_ranges`). Units are written to a temporary file (`unit_queue`),
 //! so a plan of many millions of files takes little memory.
@@ -39,7 +39,7 @@ pub struct StageInPlan {
     pub rivalries: Vec<Rivalry>,
     /// The units of work for the workers.
     pub units: UnitQueue,
-    /// Plain tars that are split into ranges, each a unit of its own.
+    /// Plain tars that are split into ranges. Each range is a unit of its own.
     pub split_tars: Vec<SplitTar>,
     /// Bytes of the sources as they are on the PFS, before any decompression.
     pub source_bytes: u64,
@@ -48,7 +48,7 @@ pub struct StageInPlan {
     /// Number of single files and files in trees. Files in archives are known only once the
     /// archives are read.
     pub known_files: u64,
-    /// Bytes of their paths.
+    /// Total length of these files' paths, in bytes.
     pub known_names_len: u64,
     /// Whether no source is an archive, so that `known_files` counts all files.
     pub files_are_all_known: bool,
@@ -64,7 +64,7 @@ pub struct SplitTar {
     pub path: Vec<u8>,
     /// The file's version when it was split. A worker that finds another version fails.
     pub version: Version,
-    /// The directory of the dataset below which its members are placed.
+    /// The directory in the dataset below which its members are placed.
     pub prefix: Vec<u8>,
     /// The rivals of its source.
     pub rivalry: Rivalry,
@@ -78,14 +78,14 @@ pub struct PlanRequest<'a> {
     pub patterns: &'a [Vec<u8>],
     /// Which members to take, and how.
     pub selection: &'a Selection,
-    /// Seed of the order of small units.
+    /// Seed for the order of small units.
     pub seed: u64,
     /// Number of workers on all nodes, which decides how many ranges a large tar gets.
     pub workers: u64,
 }
 
 /// Plans a stage-in. The units are written to `temp_file`, which needs no name. `monitor` shows
-/// what planning looks at, and can cancel it.
+/// what planning is looking at, and can cancel it.
 ///
 /// # Errors
 ///

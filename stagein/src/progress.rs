@@ -1,9 +1,9 @@
 //! Tracks the progress of one node's part of a stage-in: what its threads have done, what each one
-//! does now, whether they should continue, and how fast they may read.
+//! is doing now, whether they should continue, and how fast they may read.
 //!
-//! One [`ProgressMonitor`] is shared by everything that works on a stage-in on a node. Working threads add to its counters and
+//! Everything on a node that works on one stage-in shares one [`ProgressMonitor`]. Working threads add to its counters and
 //! describe themselves in an [`Activity`]; an observer collects the counters from time to time, and can cancel the stage-in. The
-//! monitor also holds the two limits that apply to all threads of a node together: the read rate (`--max-rate`) and the permit for
+//! monitor also holds the two limits that apply to all threads on a node together: the read rate (`--max-rate`) and the permit for
 //! a decoder with a large window.
 
 mod activity;
@@ -84,12 +84,13 @@ impl ProgressMonitor {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Registers a thread, which from then on describes what it does through the returned value.
+    /// Registers a thread. From then on, the thread uses the returned value to describe what it is
+    /// doing.
     pub fn new_activity(&self) -> Activity {
         self.activities.register()
     }
 
-    /// Describes what the registered threads do now, for messages about a stalled stage-in.
+    /// Describes what the registered threads are doing, for messages about a stalled stage-in.
     pub fn current_activities(&self) -> Vec<String> {
         self.activities.describe()
     }
@@ -117,7 +118,7 @@ impl ProgressMonitor {
             if left.is_zero() {
                 return;
             }
-            // A thread that sleeps because its user limits the rate is not stalled.
+            // A thread that is sleeping because of the rate limit is not stalled.
             self.advance();
             std::thread::sleep(left.min(CANCEL_CHECK_INTERVAL));
         }

@@ -24,7 +24,7 @@ pub struct RunWriter {
     len_max: usize,
     /// Members that are not in a run yet.
     pending: Vec<Member>,
-    /// Memory that `pending` takes, in bytes.
+    /// Memory used by `pending`, in bytes.
     pending_len: usize,
     /// The runs with their lengths in bytes.
     runs: Vec<(File, u64)>,
@@ -51,7 +51,7 @@ impl RunWriter {
     ///
     /// # Errors
     ///
-    /// If a run cannot be written.
+    /// Fails if a run cannot be written.
     pub fn push(&mut self, member: Member) -> io::Result<()> {
         self.pending_len += member.memory_len();
         self.pending.push(member);
@@ -70,11 +70,11 @@ impl RunWriter {
         Ok(())
     }
 
-    /// Writes what is left and returns all runs with their lengths in bytes.
+    /// Writes the remaining members and returns all runs with their lengths in bytes.
     ///
     /// # Errors
     ///
-    /// If the last run cannot be written.
+    /// Fails if the last run cannot be written.
     pub fn finish(mut self) -> io::Result<Vec<(File, u64)>> {
         self.spill()?;
         Ok(self.runs)
@@ -120,7 +120,7 @@ pub struct Merge<R> {
     failure: Option<io::Error>,
 }
 
-/// The first member of a run that has not been returned yet.
+/// A run's first member that has not been returned yet.
 struct Head {
     member: Member,
     run: usize,

@@ -24,7 +24,7 @@ pub(crate) enum Decision {
     Take(Vec<u8>),
     /// The member is not selected.
     Leave,
-    /// The name cannot be a path of a dataset.
+    /// The name cannot be a path in a dataset.
     Reject(InvalidPath),
 }
 
@@ -35,8 +35,8 @@ impl Selector {
         Ok(Self { include, exclude, strip: selection.strip_components as usize })
     }
 
-    /// Decides about a member by its name. As in tar, patterns match the name before components
-    /// are stripped.
+    /// Decides, by its name, whether to take a member. As in tar, patterns match the name before
+    /// components are stripped.
     pub(crate) fn decide(&self, name: &[u8], is_directory: bool) -> Decision {
         let path = match normalize(name) {
             Ok(path) => path,
@@ -64,7 +64,8 @@ impl Selector {
         ends.chain([path.len()]).any(|end| matches(&self.exclude, &path[..end]))
     }
 
-    /// Returns whether there is no `--include`, or it matches the path of a file.
+    /// Returns true if there is no `--include`, or if the path is a file's and `--include` matches
+    /// it.
     pub(crate) fn includes(&self, path: &[u8], is_directory: bool) -> bool {
         // A dataset has all directories above its files anyway. Other directories would be empty.
         self.include.as_ref().is_none_or(|include| !is_directory && matches(include, path))

@@ -1,11 +1,11 @@
-//! Sources and their formats: a tar, plain or compressed, a zip, a directory tree, or a single
-//! file. A file's contents decide which of these it is; its name matters only where the contents
-//! cannot decide.
+//! Sources and their formats: a plain or compressed tar, a zip, a directory tree, or a single file.
+//! A file's contents decide which of these it is; its name matters only where the contents cannot
+//! decide.
 //!
 //! - `plain` reads uncompressed files in large sequential reads.
 //! - `tar` and `zip` parse archives. They check every field, and no header makes them allocate
 //!   memory in advance.
-//! - `compressed` decodes streams, on threads of their own for whole archives.
+//! - `compressed` decodes streams; whole archives are decoded on separate threads.
 //! - `directory` walks trees.
 
 pub(crate) mod compressed;

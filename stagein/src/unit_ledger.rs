@@ -2,12 +2,12 @@
 //! count.
 //!
 //! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
-//! ticket of that assignment. The result of most units counts as soon as it is reported. A range of
-//! a tar is different: its worker starts at the first block that looks like a header, and whether
-//! that was a real header is known only after the range before it has been read. The worker must
-//! have started where that range ended. If it did not, the ledger rejects the ticket and assigns
-//! the range again, this time with its true start. Ranges of one archive therefore count strictly
-//! in order, while workers read them in parallel; no other unit waits for that.
+//! ticket of that assignment. The results of most units count as soon as they are reported. A range
+//! of a tar is different: its worker starts at the first block that looks like a header, and
+//! whether that was a real header is known only after the range before it has been read. The worker
+//! must have started where that range ended. If it did not, the ledger rejects the ticket and
+//! assigns the range again, this time with its true start. Ranges of one archive therefore count
+//! strictly in order, while workers read them in parallel; other units do not wait for this.
 //!
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.
@@ -25,7 +25,7 @@ use crate::plan::{SplitTar, UnitQueue};
 pub struct UnitLedger {
     waiting: UnitQueue,
     /// Ranges whose first attempt was rejected. They are assigned before everything else, because
-    /// the results of later ranges cannot count until theirs do.
+    /// the results of later ranges cannot count before those of these ranges.
     retries: VecDeque<Unit>,
     /// Split archives, by source.
     chains: HashMap<u32, RangeChain>,
@@ -47,7 +47,7 @@ struct Assignment {
 pub enum NextUnits {
     /// One unit, or several small ones. The worker must report each of them.
     Assigned(Vec<Unit>),
-    /// No unit waits now, but an assigned one may be rejected and assigned again. Ask later.
+    /// No unit is waiting now, but an assigned one may be rejected and assigned again. Ask later.
     NoneYet,
     /// All units are finished and none will be added.
     Finished,
@@ -59,7 +59,7 @@ pub enum NextUnits {
 pub struct Verdict {
     /// Counts of the units whose results count from now on.
     pub accepted: Vec<Counts>,
-    /// Counts of rejected units. Progress has included them already, so the caller subtracts them.
+    /// Counts of rejected units. Progress already includes them, so the caller subtracts them.
     pub rejected: Vec<Counts>,
     /// Source bytes that were read for the rejected units.
     pub rejected_bytes: u64,
@@ -152,7 +152,7 @@ impl UnitLedger {
     }
 
     /// Returns whether the result of this ticket is certain to count. A range is certain once all
-    /// ranges before it count. Any other unit is certain from its assignment on, except with
+    /// ranges before it count. Any other unit is certain as soon as it is assigned, except with
     /// `keep_going`: in that case its worker may still withdraw it because the source changed.
     /// Without `keep_going`, a changed source fails the stage-in.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {
@@ -168,7 +168,7 @@ impl UnitLedger {
     }
 }
 
-/// The ranges of one archive. The ledger has judged the first of them, in order.
+/// The ranges of one archive, which the ledger judges in order.
 struct RangeChain {
     tar: SplitTar,
     /// Reports that wait for the report of an earlier range, by index, with the global headers that
@@ -185,14 +185,14 @@ impl RangeChain {
         Self { tar, reports: BTreeMap::new(), next: 0, position: Some(TarPosition::default()) }
     }
 
-    /// Judges reports in order, as far as there are any. Returns the next range, with its true
-    /// start, if its report had to be rejected.
+    /// Judges reports in order, up to the first one that is still missing. Returns the next range,
+    /// with its true start, if its report had to be rejected.
     fn judge(&mut self, verdict: &mut Verdict, rejected: &mut HashSet<u32>) -> Option<Unit> {
         while let Some(position) = self.position.clone() {
             let (report, globals) = self.reports.remove(&self.next)?;
             let (from, to) = self.tar.ranges[self.next];
             if position.offset >= to {
-                // A member of an earlier range spans this one, so no member starts here.
+                // A member of an earlier range reaches past the end of this range, so no member starts here.
                 reject(report, verdict, rejected);
                 self.next += 1;
                 continue;

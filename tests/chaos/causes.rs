@@ -99,7 +99,7 @@ pub(crate) struct Observer {
     pub(crate) reader: Option<usize>,
 }
 
-/// Returns true if `event` explains that `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
+/// Returns true if `event` explains why `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
 pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], observer: Observer) -> bool {
     let fault = match event {
         // No read of the new version may fail. A listing of all datasets may encounter a name that was just removed.

@@ -26,26 +26,27 @@ fn deadlines() -> Deadlines {
     Deadlines::DEFAULT.scaled(divisor())
 }
 
-/// Returns the limit of a reader's operation, by its name in the log: a few waits for a server that does not answer.
+/// Returns the time limit for a reader's operation, given its name in the log: the time of a few waits for a server that does not
+/// answer.
 pub(crate) fn of_reader(what: &str) -> Duration {
     // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };
     deadlines().server * waits + deadlines().arena + SLACK
 }
 
-/// Returns the limit of a command that sends requests to all servers and waits for all of them.
+/// Returns the time limit for a command that sends requests to all servers and waits for all of them.
 pub(crate) fn of_command() -> Duration {
     deadlines().server * 2 + deadlines().request + SLACK
 }
 
-/// Returns the limit of a stage-in of a few MB, counted from the last disturbance.
+/// Returns the time limit for a stage-in of a few MB, counted from the last disturbance.
 pub(crate) fn of_stage_in() -> Duration {
     // Twice, because publishing may begin just before a node is lost.
     let deadlines = deadlines();
     (deadlines.offer + deadlines.peer_lost + deadlines.request) * 2 + deadlines.prepare / 10 + SLACK
 }
 
-/// Returns the time within which all servers exit after their supervisor was killed.
+/// Returns the time within which all servers exit after their supervisor is killed.
 pub(crate) fn of_lease() -> Duration {
     deadlines().lease * 3 + SLACK
 }

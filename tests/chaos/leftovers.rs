@@ -34,7 +34,7 @@ impl Descriptors {
         found
     }
 
-    /// Describes the descriptors that are open in addition to `before` and to those that `datasets` additional datasets need.
+    /// Describes the open descriptors if there are more than `before` plus what `datasets` new datasets need.
     pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
         // Each dataset has a catalog, its locations and a segment.
         let is_excess = self.sockets > before.sockets

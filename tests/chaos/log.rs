@@ -28,7 +28,7 @@ impl Follower {
         Self { file: None, partial: Vec::new(), under_way: None }
     }
 
-    /// Returns the lines that were completed since the last call.
+    /// Returns the lines that have been completed since the last call.
     pub(crate) fn read(&mut self, path: &Path) -> Vec<Line> {
         if self.file.is_none() {
             // The reader may not have created it yet.

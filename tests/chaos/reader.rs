@@ -26,7 +26,7 @@ const PAUSE: Duration = Duration::from_millis(4);
 pub(crate) struct Task {
     pub(crate) seed: u64,
     pub(crate) reader: usize,
-    /// The number of processes that had the number `reader` before this one. The next incarnation replaces a killed reader.
+    /// How many earlier processes had the number `reader`. A killed reader is replaced by its next incarnation.
     pub(crate) incarnation: u32,
     pub(crate) node: u16,
     /// `None` makes the reader read every file of every dataset once, and exit.

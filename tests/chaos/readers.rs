@@ -22,7 +22,7 @@ pub(crate) struct Reader {
     child: Child,
     follower: Follower,
     errors: PathBuf,
-    /// The time for which it was stopped during the current operation.
+    /// The time for which it has been stopped during the current operation.
     stopped: Duration,
 }
 
@@ -53,7 +53,7 @@ impl Reader {
         let _ = killpg(Pid::from_raw(self.pid()), signal);
     }
 
-    /// Extends the limit of the current operation by the time for which the reader was stopped.
+    /// Extends the limit of the current operation by the time for which the reader has been stopped.
     pub(crate) fn was_stopped(&mut self, time: Duration) {
         self.stopped += time;
     }

@@ -11,7 +11,7 @@ pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;
 const STEPS: usize = 7;
 const TAGS: u8 = 3;
-/// If a server is stopped for this long, its peers and the supervisor have declared it lost.
+/// By the time a server has been stopped for this long, its peers and the supervisor have declared it lost.
 pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
 
 /// The full plan of a run.
@@ -31,7 +31,7 @@ pub(crate) enum Interface {
     Plain,
     /// Calls `read_many`.
     Batch,
-    /// Calls `read_at` along an order that was submitted before.
+    /// Calls `read_at` along an order that was submitted earlier.
     Order,
     /// Runs `cat` under `dayfly exec`.
     Preload,

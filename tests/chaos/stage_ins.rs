@@ -79,7 +79,7 @@ impl RunningStageIn {
         match self.plan.twist {
             Twist::Interrupt(at) if is_due(at) => signal(self.child.id() as i32, Signal::SIGTERM),
             Twist::Kill(at) if is_due(at) => signal(self.child.id() as i32, Signal::SIGKILL),
-            // A source that disappears before it was listed is simply missing, so wait until the stage-in is planned.
+            // A source that disappears before it is listed is simply missing, so wait until the stage-in is planned.
             Twist::SourceVanishes(at) if is_due(at) && is_planned() => remove(&self.source),
             Twist::SourceShrinks(at) if is_due(at) && is_planned() => shrink(&self.source),
             _ => return,

@@ -9,7 +9,8 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
-/// An ext4 file system that is far larger than its backing store. A write beyond the store fails when it is written back, not earlier.
+/// An ext4 file system that is far larger than its backing store. A write that does not fit in the store fails when it is written
+/// back, not earlier.
 pub(crate) struct ThinDrive {
     backing: PathBuf,
     mounted: PathBuf,
@@ -61,7 +62,7 @@ impl Drop for ThinDrive {
     }
 }
 
-/// Returns the unnamed files below a folder that a process has open, each once.
+/// Returns the unnamed files that a process has open below a folder. Each file is returned once.
 fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     let mut found = std::collections::BTreeMap::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten() {
@@ -90,7 +91,7 @@ pub(crate) fn evict(pid: i32, folder: &Path) {
 /// Makes system calls of a running process fail or delays them, until this value is dropped.
 pub(crate) struct Injected {
     strace: Child,
-    /// This stays open, because `strace` prints a message for each thread, and would exit if it could not write it.
+    /// This stays open, because `strace` prints a message for each thread, and would exit if the message could not be written.
     _messages: BufReader<ChildStderr>,
 }
 

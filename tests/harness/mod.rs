@@ -86,7 +86,7 @@ impl Ground {
         command
     }
 
-    /// Runs a command until it exits, at most for [`COMMAND_TIMEOUT`].
+    /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
     pub(crate) fn output(&self, arguments: &[&str]) -> Output {
         output_of(self.dayfly().args(arguments))
     }
@@ -213,7 +213,7 @@ pub(crate) fn signal(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-/// Runs a command until it exits, at most for [`COMMAND_TIMEOUT`].
+/// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
 pub(crate) fn output_of(command: &mut Command) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let drain = |mut pipe: Box<dyn Read + Send>| {

@@ -64,7 +64,7 @@ impl Tracer {
         }
     }
 
-    /// Detaches, and returns the number of calls that it made fail or delayed.
+    /// Detaches, and returns how many calls it failed or delayed.
     pub(crate) fn end(&mut self) -> usize {
         if self.tracer.try_wait().unwrap().is_none() {
             signal(self.tracer.id() as i32, Signal::SIGINT);

@@ -1,5 +1,5 @@
-"""Reads a folder in the ways of Python programs, and prints the results, which must not depend on whether the folder is a plain
-directory or a session's namespace.
+"""Reads a folder in the ways that Python programs do, and prints the results, which must not depend on whether the folder is a
+plain directory or a session's namespace.
 
 Usage: programs.py FUNCTION FOLDER
 """

@@ -8,7 +8,7 @@ use std::fs;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// One source file, by its path below the root of the project.
+/// The text of one source file, in three forms.
 pub(crate) struct SourceFile {
     /// The file as it is on disk.
     pub(crate) text: String,
@@ -20,6 +20,7 @@ pub(crate) struct SourceFile {
 
 /// The project's source files, and which of them are built only for tests.
 pub(crate) struct Sources {
+    /// The key is the file's path below the root of the project.
     files: BTreeMap<PathBuf, SourceFile>,
     test_modules: BTreeSet<PathBuf>,
 }

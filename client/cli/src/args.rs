@@ -24,7 +24,7 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
 /// A session lives as long as its job. Its servers, one per node, hold a dataset unpacked on the
-/// nodes' local drives, and show it under one namespace. A whole job is one command:
+/// nodes' local drives, and show it in one namespace. A whole job is one command:
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
@@ -32,13 +32,13 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 /// need no changes: a library that is loaded before the C library provides the namespace. It does
 /// not reach static programs, programs for musl, set-user-ID programs and raw system calls.
 ///
-/// Write a path of the namespace as programs see it, including the prefix (/dayfly/train). Every
-/// other path is a local file. Commands use the session that DAYFLY_SESSION names, otherwise that
-/// of your job, otherwise the only one that you run on this machine.
+/// Write a path in the namespace as programs see it, including the prefix (/dayfly/train). Any
+/// other path is that of a local file. Commands use the session that DAYFLY_SESSION names,
+/// otherwise your job's session, otherwise the only session that you run on this machine.
 ///
 /// Exit status: 0 success; 1 failure; 2 wrong usage; 3 staged in, except for what --keep-going left
-/// out. `run` and `exec` exit with the status of CMD, or with 125 if they fail themselves, 126 if
-/// CMD cannot be executed, and 127 if it does not exist.
+/// out. `run` and `exec` exit with CMD's status, or with 125 if they themselves fail, 126 if CMD
+/// cannot be executed, and 127 if it does not exist.
 #[derive(Parser)]
 #[command(name = "dayfly", version, max_term_width = 110)]
 pub(crate) struct Arguments {
@@ -57,7 +57,7 @@ impl Arguments {
         Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
     }
 
-    /// Checks what the parser cannot: that options of the launch have an effect.
+    /// Checks what the parser cannot check: that the launch options have an effect.
     pub(crate) fn check(&self) -> Result<(), String> {
         let launch = match &self.command {
             Command::Up(arguments) => &arguments.session.launch,

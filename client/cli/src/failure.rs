@@ -27,7 +27,8 @@ pub(crate) const FAILED: u8 = 1;
 pub(crate) const USAGE: u8 = 2;
 /// With `--keep-going`: staged in, except for what could not be read.
 pub(crate) const LEFT_OUT: u8 = 3;
-/// `exec` or `run` itself failed, before or after CMD. `env` and `timeout` use the same status.
+/// `exec` or `run` itself failed, before or after it ran CMD. `env` and `timeout` use the same
+/// status.
 pub(crate) const NOT_STARTED: u8 = 125;
 /// CMD was found but cannot be executed.
 pub(crate) const NOT_EXECUTABLE: u8 = 126;
@@ -124,7 +125,7 @@ pub(crate) fn complain(message: impl Display) {
 pub(crate) fn mention(message: impl Display) {
     let line = format!("{message}\n");
     let mut rest = line.as_bytes();
-    // Does not take the lock of standard error, because another thread may hold it while it waits
+    // Does not take the lock of standard error, because another thread may hold it while waiting
     // for a stopped terminal (Ctrl-S).
     let stderr = io::stderr();
     while !rest.is_empty() {
@@ -146,7 +147,7 @@ const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 /// dropped, so that they do not delay the end of a session.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
-/// From now on, messages that nobody reads are dropped.
+/// Makes this process drop, from then on, messages that nobody reads.
 pub(crate) fn end_soon() {
     IS_ENDING.store(true, Ordering::Relaxed);
 }

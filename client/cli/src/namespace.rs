@@ -1,4 +1,4 @@
-//! Code that the commands share: the session that they use, its view, and paths of the namespace.
+//! Code that the commands share: the session that they use, its view, and paths in the namespace.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Write};

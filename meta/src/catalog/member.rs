@@ -151,8 +151,8 @@ pub fn read_member(run: &mut impl Read) -> io::Result<Option<Member>> {
 mod tests {
     use super::*;
 
-    /// SEMANTICS: "Temporary files of a stage-in are not synced, but checked when they are read back:
-    /// sorted runs and units record by record, columns of the catalog as a whole."
+    /// SEMANTICS: "Temporary files of a stage-in are not synced, but they are checked when they are read back: sorted runs and
+    /// units record by record, columns of the catalog as a whole."
     #[test]
     fn a_run_reads_back_and_damage_is_an_error() {
         let member = |path: &[u8], kind| Member {

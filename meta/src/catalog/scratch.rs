@@ -59,8 +59,8 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    /// SEMANTICS: "Temporary files of a stage-in are not synced, but checked when they are read back:
-    /// sorted runs and units record by record, columns of the catalog as a whole."
+    /// SEMANTICS: "Temporary files of a stage-in are not synced, but they are checked when they are read back: sorted runs and
+    /// units record by record, columns of the catalog as a whole."
     #[test]
     fn a_scratch_file_reads_back_and_bytes_that_the_drive_lost_are_an_error() {
         let written: Vec<u8> = (0..20_000_u32).map(|number| number as u8 | 1).collect();

@@ -20,9 +20,9 @@ use crate::options::LaunchOptions;
 use crate::processes::REASON_LEN_MAX;
 use crate::units::shortened;
 
-/// How long a command may take to answer a question, unless the start may take less.
+/// How long a command may take to answer a question. A shorter start timeout takes precedence.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(20);
-/// Bytes that an answer may have.
+/// Maximum length of an answer, in bytes.
 const ANSWER_LEN_MAX: u64 = 1 << 20;
 
 /// Where the servers of a session will run.
@@ -32,7 +32,7 @@ pub(crate) struct Allocation {
     /// The hosts, in the order of the list. With a manual launcher all names are empty, because
     /// only their number is known.
     pub(crate) hosts: Vec<String>,
-    /// The manager's name of the job that the session is part of.
+    /// The manager's name for the job that the session is part of.
     pub(crate) job: Option<String>,
     /// Whether the user named no nodes, and no manager was detected.
     pub(crate) is_fallback: bool,
@@ -47,7 +47,7 @@ impl Allocation {
     }
 }
 
-/// Returns the manager's name of the job that this process is part of, such as `slurm:4711`.
+/// Returns the manager's name for the job that this process is part of, such as `slurm:4711`.
 pub fn current_job() -> Option<String> {
     let environment = |name: &str| env::var(name).ok();
     launchers::detected(&environment)?.job_name(&environment)
@@ -184,7 +184,7 @@ async fn answer_of(command: &[&str]) -> io::Result<(ExitStatus, String, String)>
     Ok((child.wait().await?, output, errors))
 }
 
-/// Reads a stream to its end, or to its first [`ANSWER_LEN_MAX`] bytes. Closes it then, so that a
+/// Reads a stream to its end, or to its first [`ANSWER_LEN_MAX`] bytes. Then closes it, so that a
 /// command that writes forever ends.
 async fn read_part(stream: Option<impl AsyncRead + Unpin>) -> io::Result<String> {
     let mut bytes = Vec::new();

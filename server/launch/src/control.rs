@@ -17,17 +17,17 @@ use serde::{Deserialize, Serialize};
 pub(crate) enum FromServer {
     /// The server can do what its invitation asks, and waits for a node number.
     Hello {
-        /// Names by which the host list may name its node.
+        /// Names that the host list may use for the server's node.
         names: Vec<String>,
-        /// Addresses by which the host list may name its node.
+        /// Addresses that the host list may use for the server's node.
         addresses: Vec<IpAddr>,
         /// Warnings for the user.
         warnings: Vec<String>,
     },
     /// The server listens for peers.
     Started { address: SocketAddr, ability: Ability },
-    /// From node 0: all nodes reach each other. `fallen_back` names the pairs that do not over the
-    /// transport that was tried, and says why.
+    /// From node 0: all nodes can reach each other. `fallen_back` names the pairs that cannot do so
+    /// over the transport that was tried, and says why.
     Met { fallen_back: Vec<String> },
     /// From node 0: all nodes use the transport that was agreed on.
     Ready,
@@ -49,7 +49,7 @@ pub(crate) enum FromSupervisor {
     Surplus,
     /// To node 0: connect all nodes, with the transport to try.
     Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
-    /// To node 0: the transport that all nodes use from now on.
+    /// To node 0: the transport that all nodes use from then on.
     Agree(Agreement),
     /// Heartbeat: the session continues.
     Renew,

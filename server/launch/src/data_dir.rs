@@ -126,8 +126,8 @@ fn exposed(source: NotPrivate) -> LaunchError {
 
 /// Returns a warning if others could replace a data dir.
 ///
-/// That alone does not make it unusable. Users who may write only to a directory that is open to
-/// all, and create a folder of their own in it, have no better place.
+/// This alone does not make the data dir unusable. Users who can write only to a directory that is
+/// open to everyone, and who create their own folder in it, have no better place.
 fn movable(data_dir: &Path) -> Option<String> {
     let exposed = data_dir.ancestors().find_map(|folder| check_stays(folder).err());
     exposed.map(|error| format!("the data dir '{}' may be moved by others: {error}", data_dir.display()))
@@ -153,7 +153,7 @@ pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16)
     Ok((most, Some(warning)))
 }
 
-/// Returns the bytes that are free now on the file systems of the data dirs.
+/// Returns the bytes that are currently free on the file systems of the data dirs.
 fn free_bytes(data_dirs: &[PathBuf]) -> Result<u64, LaunchError> {
     let mut free = 0;
     let mut seen = HashSet::new();
@@ -221,15 +221,15 @@ pub(crate) fn decode_list(bytes: &[u8]) -> Vec<PathBuf> {
     paths.map(|path| PathBuf::from(std::ffi::OsStr::from_bytes(path))).collect()
 }
 
-/// Opens a folder and nothing else. Another user may have put a FIFO in its place, which would
-/// never open.
+/// Opens a path only if it is a folder. Another user may have put a FIFO in its place, and opening
+/// the FIFO could block forever.
 fn open_folder(path: &Path) -> io::Result<File> {
     let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
     File::options().read(true).custom_flags(flags.bits()).open(path)
 }
 
-/// Removes a session's folders in its data dirs, except those of live servers. They hold no files
-/// with names.
+/// Removes a session's folders in its data dirs, except those of live servers. The folders hold no
+/// named files.
 pub(crate) fn remove(folders: &[PathBuf]) {
     // If the parent is not private, another user's folder may be in the place of the session's.
     let is_ours = |folder: &&PathBuf| folder.parent().is_some_and(|user| check_private(user).is_ok());

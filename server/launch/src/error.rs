@@ -66,7 +66,7 @@ pub enum LaunchError {
     /// `--encrypt` with a transport other than TCP.
     #[error("--encrypt works over TCP only, because an RDMA card sends bytes as they are; leave --transport out")]
     EncryptNeedsTcp,
-    /// There is no launcher of this name.
+    /// There is no launcher with this name.
     #[error("there is no launcher '{name}'; the launchers are {}", .known.join(", "))]
     UnknownLauncher {
         /// The name as given.
@@ -269,7 +269,7 @@ pub enum LaunchError {
         "'dayfly serve' needs the invitation that 'dayfly up' writes, on standard input or in a --key-file; see 'dayfly serve --help'"
     )]
     NoInvitation,
-    /// The address of the supervisor that the user gave cannot be resolved.
+    /// The supervisor address that the user gave cannot be resolved.
     #[error("cannot resolve --rendezvous '{address}': {source}")]
     Rendezvous {
         /// The address as given.
@@ -325,7 +325,7 @@ pub enum LaunchError {
         /// The error of the operating system.
         source: io::Error,
     },
-    /// The supervisor accepted the server and never answered.
+    /// The supervisor accepted the server's connection but never answered.
     #[error("the supervisor let this server join and then sent nothing for {seconds} s; it may have been killed")]
     SupervisorSilent {
         /// How long the server waited.
@@ -340,13 +340,13 @@ pub enum LaunchError {
         /// The launcher's version.
         launcher: String,
     },
-    /// The server got SIGTERM before it served.
+    /// The server got SIGTERM before it began to serve.
     #[error("ended by SIGTERM")]
     Terminated,
     /// The server's parts failed to start.
     #[error("{0}")]
     Server(#[source] StartError),
-    /// A check before the session starts failed.
+    /// A check that is made before the session starts has failed.
     #[error("{0}")]
     Preflight(#[from] crate::preflight::PreflightError),
     /// A call of the operating system failed.

@@ -11,8 +11,8 @@ use dayfly_client::locate::Watch;
 use dayfly_meta::limits::{FOLDER_CHECK_INTERVAL, FOLDER_TOUCH_INTERVAL};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-/// Waits until a watched file or folder is gone, and returns its path. Meanwhile renews the times
-/// of everything watched.
+/// Waits until a watched file or folder is gone, and returns its path. Meanwhile, renews the times
+/// of everything that is watched.
 pub(crate) async fn until_gone(watch: Watch) -> PathBuf {
     let watch = Arc::new(watch);
     let mut ticks = interval(FOLDER_CHECK_INTERVAL);

@@ -22,7 +22,7 @@ pub enum HostListError {
     Empty,
 }
 
-/// The most characters of a malformed item that a message shows.
+/// Maximum number of characters of a malformed item that a message shows.
 const ITEM_SHOWN_LEN: usize = 100;
 
 /// Expands a host list such as `n[1-3,07],login,r[1-2]c[1-4]`, in order.

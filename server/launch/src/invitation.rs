@@ -18,8 +18,8 @@ use crate::error::LaunchError;
 /// Room for everything in an invitation except the names of hosts.
 const BASE_LEN: usize = 64 << 10;
 
-/// What a server needs to find its supervisor and to start. All servers of a session get the same,
-/// except for `host` and `below`.
+/// What a server needs to find its supervisor and to start. All servers of a session get the same
+/// invitation, except for `host` and `below`.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Invitation {
     /// The launcher's version, so that a server of another version can name both.
@@ -29,7 +29,7 @@ pub(crate) struct Invitation {
     pub(crate) key: Zeroizing<[u8; 32]>,
     /// Addresses at which the supervisor listens.
     pub(crate) supervisor: Vec<SocketAddr>,
-    /// The server's host as the list names it, if the invitation is for one server only.
+    /// The server's host, as the list of hosts names it, if the invitation is for one server only.
     pub(crate) host: Option<String>,
     /// The variable that holds the host's name, if the invitation is for all servers.
     pub(crate) node_name_variable: Option<String>,
@@ -37,7 +37,7 @@ pub(crate) struct Invitation {
     pub(crate) is_job_step: bool,
     /// Whether all servers run on one machine (see `Launcher::is_local`).
     pub(crate) is_local: bool,
-    /// The manager's name of the job.
+    /// The manager's name for the job.
     pub(crate) job: Option<String>,
     /// The folder that holds each user's folder of sessions.
     pub(crate) runtime_dir: PathBuf,

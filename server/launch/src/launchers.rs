@@ -19,7 +19,8 @@ pub(crate) const MPIEXEC: &str = "mpiexec";
 pub(crate) struct Launcher {
     /// Value of `--launcher`.
     pub(crate) name: &'static str,
-    /// A variable that is set within the manager's jobs. `None`: used only if the user names it.
+    /// A variable that is set within the manager's jobs. `None` if the launcher is used only when
+    /// the user names it.
     detected_by: Option<&'static str>,
     /// The variables that identify the job: its number, and its index in an array if array elements
     /// share a number.
@@ -59,8 +60,8 @@ pub(crate) enum NodeList {
 pub(crate) enum Start {
     /// One command starts all servers.
     Once(&'static [&'static str]),
-    /// One command per node. A shell on the node parses its last words. With many nodes, the first
-    /// servers start the others.
+    /// One command per node. A shell on the node parses the command's last words. With many nodes,
+    /// the first servers start the others.
     EachByShell(&'static [&'static str]),
     /// One process per server on this machine.
     Local,
@@ -92,7 +93,7 @@ impl Launcher {
         matches!(self.start, Start::Manual)
     }
 
-    /// Returns the manager's name of the job, if this process runs in one of its jobs.
+    /// Returns the manager's name for the job, if this process runs in one of its jobs.
     pub(crate) fn job_name(&self, environment: Environment) -> Option<String> {
         let numbers: Vec<String> = self.job_variables.iter().filter_map(|name| environment(name)).collect();
         (!numbers.is_empty()).then(|| format!("{}:{}", self.name, numbers.join(".")))
@@ -104,7 +105,7 @@ pub fn launcher_names() -> Vec<&'static str> {
     LAUNCHERS.iter().map(|launcher| launcher.name).chain([MPIEXEC]).collect()
 }
 
-/// Returns the launcher of this name.
+/// Returns the launcher with this name.
 ///
 /// # Errors
 /// Fails if there is none; the error lists the launchers.

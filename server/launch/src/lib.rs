@@ -5,7 +5,7 @@
 //! 1. [`SessionPlan`] checks the options, and chooses the launcher and the hosts (`allocation`,
 //!    `launchers`, `hosts`).
 //! 2. [`RunningSession::start`] creates the session's folder and runs the supervisor
-//!    (`supervisor`). The supervisor gets the servers started (`processes`), and each of them gets
+//!    (`supervisor`). The supervisor has the servers started (`processes`), and each of them gets
 //!    an `invitation` with the session's key.
 //! 3. Each server (`serve`) connects to the supervisor over a sealed control channel (`control`),
 //!    gets its node number, and connects to its peers. The session is up once all have done so.
@@ -14,8 +14,8 @@
 //! removes what a session leaves behind; [`preflight`] finds mistakes in a command line before any
 //! of this starts.
 //!
-//! The crate knows nothing of command lines, and prints nothing: messages for the user go through
-//! [`Notices`]. It does not read or write samples; `dayfly-server` does that.
+//! The crate knows nothing about command lines, and prints nothing: messages for the user go
+//! through [`Notices`]. It does not read or write samples; `dayfly-server` does that.
 //!
 //! A host list, for example, expands to the names of the nodes:
 //!

@@ -11,7 +11,7 @@ use nix::unistd::gethostname;
 
 use crate::error::LaunchError;
 
-/// The most names that a message lists.
+/// Maximum number of names that a message lists.
 const LISTED_NAMES_MAX: usize = 8;
 
 /// Returns the addresses at which other machines may find this one, or those of one interface. IPv4
@@ -38,16 +38,16 @@ pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, Laun
     }
 }
 
-/// Returns this machine's host name, or an empty string if it has none that is text.
+/// Returns this machine's host name, or an empty string if there is none or it is not UTF-8.
 pub(crate) fn own_host_name() -> String {
     gethostname().ok().and_then(|name| name.into_string().ok()).unwrap_or_default()
 }
 
 /// Finds a joining server's index in the list of hosts.
 ///
-/// A match of the whole name takes precedence over one of its first part, which takes precedence
-/// over one of an address. If nothing matches, the server gets the first free index that has no
-/// name, as with `--launcher manual`.
+/// A match of the whole name takes precedence over a match of its first part, and both take
+/// precedence over a match of an address. If nothing matches, the server gets the first free index
+/// that has no name, as with `--launcher manual`.
 pub(crate) fn host_index(
     hosts: &[String],
     names: &[String],

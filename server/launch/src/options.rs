@@ -11,11 +11,11 @@ use dayfly_server::Preference;
 pub struct SessionOptions {
     /// Directories on the nodes' drives that hold blocks. Empty: chosen from the environment.
     pub data_dirs: Vec<PathBuf>,
-    /// Bytes that each server may take on its data dirs. `None`: its share of what is free.
+    /// Bytes that each server may use in its data dirs. `None`: its share of what is free.
     pub capacity: Option<u64>,
     /// Bytes of each server's arena. `None`: the default.
     pub memory: Option<u64>,
-    /// Bytes of memory for all stage-ins of a server. `None`: a bound that fits its control group.
+    /// Bytes of memory for all stage-ins on a server. `None`: a bound that fits its control group.
     pub stage_in_memory: Option<u64>,
     /// Stage-in workers of each server. `None`: its share of the cores.
     pub stage_in_workers: Option<u16>,

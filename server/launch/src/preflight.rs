@@ -1,4 +1,4 @@
-//! Checks that `dayfly run` makes before it starts anything.
+//! The checks that `dayfly run` makes before it starts anything.
 //!
 //! A stage-in may take hours. A mistake that would show only after the stage-in, such as a command
 //! that does not exist, is reported at once.
@@ -39,7 +39,7 @@ pub enum PreflightError {
         source: InvalidPath,
     },
     /// Two stage-ins have the same target.
-    #[error("'{0}' is the target of two --stage-in options; to stage several sources into one target, use a glob or a @LIST")]
+    #[error("'{0}' is the target of two --stage-in options; to stage several sources into one target, use a glob or an @LIST")]
     SameTarget(String),
     /// One target lies below another.
     #[error("the targets '{0}' and '{1}' overlap; give each --stage-in a directory of its own")]
@@ -92,7 +92,7 @@ pub fn target_below(prefix: &[u8], target: &OsStr) -> Result<Vec<u8>, PreflightE
 /// Checks that the targets are in the namespace, and that none equals another or lies below it.
 ///
 /// # Errors
-/// Fails with the first target that violates this.
+/// Fails at the first target that violates this rule.
 pub fn check_targets<'a>(prefix: &[u8], targets: impl IntoIterator<Item = &'a OsStr>) -> Result<(), PreflightError> {
     let mut earlier: Vec<Vec<u8>> = Vec::new();
     for target in targets {
@@ -111,8 +111,8 @@ pub fn check_targets<'a>(prefix: &[u8], targets: impl IntoIterator<Item = &'a Os
     Ok(())
 }
 
-/// Checks that sources exist and can be read. Only useful if node 0 runs on this machine, because
-/// node 0 reads them.
+/// Checks that sources exist and can be read. This is useful only if node 0 runs on this machine,
+/// because node 0 reads them.
 ///
 /// # Errors
 /// Fails if a source does not exist or cannot be read.

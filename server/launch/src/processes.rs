@@ -25,11 +25,11 @@ use crate::units::shortened;
 const LINES_WAITING_MAX: usize = 256;
 /// Longer lines are cut.
 const LINE_LEN_MAX: usize = 4096;
-/// How many of its last lines explain why a process failed.
+/// How many of a failed process's last lines are used to explain the failure.
 const LAST_LINES: usize = 5;
-/// The most characters of an explanation.
+/// Maximum length of an explanation, in characters.
 pub(crate) const REASON_LEN_MAX: usize = 500;
-/// The most lines of one process that are passed on in each [`ALLOWANCE_INTERVAL`].
+/// Maximum number of a process's lines that are passed on in each [`ALLOWANCE_INTERVAL`].
 const LINES_ALLOWED: usize = 100;
 /// How often a process may write [`LINES_ALLOWED`] more lines.
 const ALLOWANCE_INTERVAL: Duration = Duration::from_secs(60);
@@ -39,7 +39,7 @@ const OUTPUT_TIMEOUT: Duration = Duration::from_millis(200);
 /// The variable that loads the preload library into a program.
 const PRELOAD_VARIABLE: &str = "LD_PRELOAD";
 
-/// Running processes that start servers, and their output. Dropping it kills them.
+/// Running processes that start servers, and their output. Dropping this value kills the processes.
 pub(crate) struct LauncherProcesses {
     running: JoinSet<Exit>,
     lines: mpsc::Receiver<String>,
@@ -223,8 +223,8 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     exit_reason(program, status, &last, advice)
 }
 
-/// Explains why a process exited: its last lines, or its status if there are none. A message of our
-/// own server says itself what to do.
+/// Explains why a process exited: its last lines, or its status if there are none. A message from
+/// our own server already says what to do.
 fn exit_reason(program: &str, status: io::Result<ExitStatus>, last: &[String], advice: &str) -> String {
     if last.is_empty() {
         let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());

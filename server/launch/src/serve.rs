@@ -2,8 +2,8 @@
 //!
 //! An invited server starts the servers below it in the tree of launchers, connects to the
 //! supervisor, and reports whether it can serve. It then gets its node number, starts, and serves
-//! until the session ends or its supervisor is lost. Last, it removes the session's folders unless
-//! other servers of this machine still use them.
+//! until the session ends or its supervisor is lost. Finally, it removes the session's folders,
+//! unless other servers on this machine are still using them.
 
 mod environment;
 
@@ -52,7 +52,7 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// Instructions of the supervisor that may wait to be carried out.
 const INSTRUCTIONS_WAITING_MAX: usize = 4;
 
-/// A server that has its invitation, and has not contacted the supervisor yet.
+/// A server that has its invitation but has not contacted the supervisor yet.
 pub struct InvitedServer {
     session: SessionId,
     invitation: Invitation,
@@ -107,7 +107,8 @@ fn read_invitation(path: &Path) -> Result<Invitation, LaunchError> {
     let mut line = Zeroizing::new(Vec::with_capacity(INVITATION_LEN_MAX));
     let cannot = |source: io::Error| LaunchError::ReadKeyFile { path: path.to_owned(), source };
     let mut file = if path == Path::new("-") {
-        // Bypasses the buffer of standard input, which is not overwritten either.
+        // This bypasses standard input's buffer, which is never overwritten and would also keep the
+        // key.
         File::from(io::stdin().as_fd().try_clone_to_owned().map_err(LaunchError::io("cannot read standard input"))?)
     } else {
         File::open(path).map_err(cannot)?
@@ -178,8 +179,8 @@ fn start_below(invitation: &Invitation) -> Result<Option<LauncherProcesses>, Lau
     Ok(Some(processes))
 }
 
-/// Waits for the servers below this one, which would be killed with this process. They join by
-/// themselves, even if this one cannot.
+/// Waits for the servers below this one, which would be killed with this process. They join on
+/// their own, even if this one cannot.
 async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invitation) {
     if let Some(below) = below {
         let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_exited()).await;
@@ -224,7 +225,7 @@ async fn wait_and_serve(
     let warnings = environment.warnings.clone();
     send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
     // The supervisor waits for other servers and has its own deadline. This one covers a supervisor
-    // that vanished.
+    // that has vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
     let answer = tokio::select! {
@@ -372,15 +373,14 @@ impl Serving {
     }
 }
 
-/// Serves for `keep` without a supervisor, so that the next job can use the session. Returns why
-/// the server ends.
+/// Serves for the time `keep` without a supervisor, so that the next job can use the session.
+/// Returns why the server ends.
 async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> &'static str {
     if keep.is_zero() {
         return cause;
     }
     tracing::info!(cause, seconds = keep.as_secs(), "the session continues without its supervisor");
-    // The job of the session is over. Without this, the next job's commands would not find the
-    // session.
+    // The session's job is over. Without this, the next job's commands would not find the session.
     if let Err(error) = location.forget_job() {
         tracing::warn!(%error, "cannot detach the session from its job; the next job will not find it");
     }

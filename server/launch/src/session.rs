@@ -37,8 +37,8 @@ impl RunningSession {
     /// Starts all servers, and waits until they are ready or `cancelled` fires.
     ///
     /// # Errors
-    /// Fails if the servers cannot be started, or do not become one session in time. Nothing is
-    /// left behind then.
+    /// Fails if the servers cannot be started, or do not become one session in time. In that case,
+    /// nothing is left behind.
     pub fn start(plan: SessionPlan, cancelled: oneshot::Receiver<()>) -> Result<Self, LaunchError> {
         let (session, key) = (SessionId(random()?), Zeroizing::new(random()?));
         let _span = info_span!("start_session", %session, nodes = plan.allocation.hosts.len()).entered();

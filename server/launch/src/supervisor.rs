@@ -1,6 +1,6 @@
 //! The supervisor of a session.
 //!
-//! It gets the servers started, waits until they join, makes them one session ([`start`]), and then
+//! It has the servers started, waits until they join, makes them one session ([`start`]), and then
 //! holds the session's lease over them ([`lease`]): as long as it lives, it sends each server a
 //! heartbeat. When the supervisor ends, for whatever reason, the servers end: at once if the kernel
 //! closes the control channels, and otherwise when no heartbeat has come for the lease's time.

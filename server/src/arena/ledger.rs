@@ -283,8 +283,8 @@ mod tests {
         holder.grant(vec![Spy { bytes, status_page: status_page.clone(), granted }])
     }
 
-    /// SEMANTICS: "All batches of one process together lease at most a quarter of the arena, and all
-    /// processes at most three quarters, except for one chunk that each connection gets."
+    /// SEMANTICS: "All batches of one process together lease at most a quarter of the arena, and all processes together at most
+    /// three quarters, except for one chunk that each connection gets."
     #[test]
     fn the_connections_of_a_process_share_one_budget() {
         let (ledger, status_page) = ledger();

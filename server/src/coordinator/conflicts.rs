@@ -157,8 +157,7 @@ mod tests {
         Sighting { hash: 7, path: path.as_bytes().to_vec(), source, ticket, content }
     }
 
-    /// SEMANTICS: "Neither equal hashes of different paths nor findings of an attempt that was
-    /// discarded end a stage-in."
+    /// SEMANTICS: "Neither equal hashes of different paths nor findings from a discarded attempt end a stage-in."
     #[test]
     fn only_different_samples_of_rivals_that_count_are_a_conflict() {
         let rivalry = |pattern, match_number| Rivalry { pattern, match_number };

@@ -37,7 +37,7 @@ impl StallDetector {
 mod tests {
     use super::*;
 
-    /// SEMANTICS: "A stage-in that waits because of `--max-rate` does not stand still."
+    /// SEMANTICS: "A stage-in that waits because of `--max-rate` has not stalled."
     #[test]
     fn a_stall_is_noticed_and_slow_progress_is_not_a_stall() {
         let deadlines = Deadlines { stall: Deadlines::DEFAULT.progress_interval * 10, ..Deadlines::DEFAULT };

@@ -23,7 +23,7 @@ pub(super) struct Archive<'a> {
     pub(super) source: u32,
     /// The path for messages. An archive within an archive is named like a file in a directory.
     pub(super) path: PathBuf,
-    /// The directory of the dataset below which the source's members are placed.
+    /// The directory in the dataset below which the source's members are placed.
     pub(super) prefix: &'a [u8],
     /// For an archive within an archive, the directory that replaces it in the outer one; otherwise
     /// empty.
@@ -55,13 +55,13 @@ impl<'a> Archive<'a> {
     }
 }
 
-/// Assigns keys to members. Keys of one source increase in the order in which unpacking would meet
-/// the members, because the later one of two members with the same path wins.
+/// Assigns keys to members. Within a source, keys increase in the order in which unpacking would
+/// reach the members, because the later of two members with the same path wins.
 pub(super) enum Keys {
     /// The key is the offset of the member's data, plus this base.
     Offset(u64),
     /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have
-    /// no offset in the outer one, so they get the keys up to the end of the inner archive's data.
+    /// no offset in the outer archive, so they get the keys up to the end of the inner archive's data.
     Count { next: u64, end: u64 },
 }
 
@@ -228,7 +228,7 @@ impl<S: Sink> Worker<S> {
         self.take_member(Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind })
     }
 
-    /// Returns the path of a member in the dataset, or `None` if the member is not taken.
+    /// Returns a member's path in the dataset, or `None` if the member is not taken.
     fn path_of(&mut self, archive: &Archive<'_>, name: &[u8], is_directory: bool) -> Result<Option<Vec<u8>>, StageInError> {
         let full = if archive.inner.is_empty() { name.to_vec() } else { [&archive.inner, &b"/"[..], name].concat() };
         let path = match self.selector.decide(&full, is_directory) {
@@ -250,7 +250,8 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Adds the archive's path to an error. A cancellation makes reads fail too, but that is not damage.
+    /// Adds the archive's path to an error. Cancellation also makes reads fail, but such a failure is
+    /// not damage.
     pub(super) fn tar_error(&self, archive: &Archive<'_>, error: TarError) -> StageInError {
         match error {
             _ if self.monitor.is_cancelled() => StageInError::Cancelled,

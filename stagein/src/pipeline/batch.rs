@@ -19,7 +19,7 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Self { buffer, len: 0, blocks: Vec::new(), members: Vec::new() }
     }
 
-    /// Bytes of all blocks together.
+    /// Returns the total length of all blocks, in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -34,13 +34,13 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         &self.blocks
     }
 
-    /// Separates the buffer, so that it can be sent, from the table. The buffer's first
+    /// Separates the buffer from the table, so that the buffer can be sent. The buffer's first
     /// [`Self::len`] bytes are the blocks.
     pub fn into_parts(self) -> (B, BatchTable) {
         (self.buffer, BatchTable { len: self.len, blocks: self.blocks, members: self.members })
     }
 
-    /// Rebuilds a batch after [`Self::into_parts`].
+    /// Rebuilds a batch from what [`Self::into_parts`] returned.
     pub fn from_parts(buffer: B, table: BatchTable) -> Self {
         Self { buffer, len: table.len, blocks: table.blocks, members: table.members }
     }
@@ -64,7 +64,8 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         self.members.push(member);
     }
 
-    /// Every block with its member's index, its number in the member, and its bytes.
+    /// Returns every block with its member's index, the block's number in the member, and its
+    /// bytes.
     pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, u32), &ShippedBlock, &[u8])> {
         let mut end = 0;
         self.members.iter().zip(&self.blocks).map(move |(&member, block)| {
@@ -88,7 +89,7 @@ pub struct BatchTable {
 pub struct BlockPiece<B> {
     /// A buffer that starts with the bytes of the piece.
     pub buffer: B,
-    /// Bytes of the piece.
+    /// Length of the piece in bytes.
     pub len: usize,
     /// The block's number at its owner, from [`super::Sink::reserve`].
     pub arrival: u32,

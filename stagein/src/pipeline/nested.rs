@@ -1,8 +1,8 @@
 //! Unpacks archives within archives (`--nested`).
 //!
-//! A member is unpacked if its name has an archive's ending and its first bytes confirm that.
-//! Otherwise it stays a file, so the bytes that were read to find out are needed again: [`Rewound`]
-//! puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
+//! A member is unpacked if its name has an archive's ending and its first bytes confirm that it is
+//! an archive. Otherwise it stays a file, so the bytes that were read to find out are needed again:
+//! [`Rewound`] puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
 
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use crate::source::plain::Skip;
 use crate::source::tar::{BLOCK_LEN, TarReader, is_tar};
 use crate::source::{without_archive_ending, zip};
 
-/// A stream that returns its first bytes again, which have been read already.
+/// A stream that returns its first bytes once more, although they have already been read.
 struct Rewound<'a>(io::Chain<&'a [u8], &'a mut (dyn Read + Send)>);
 
 impl Read for Rewound<'_> {
@@ -33,7 +33,7 @@ impl Read for Rewound<'_> {
 impl Skip for Rewound<'_> {}
 
 /// Records the bytes that are read through it while `is_on` is set, because they may be needed
-/// again. A decoder borrows the recorder meanwhile, so the switch is shared.
+/// again. Meanwhile a decoder borrows the recorder, so this switch is shared.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,
@@ -58,7 +58,7 @@ impl<S: Sink> Worker<S> {
             return None;
         }
         let Archive { source, prefix, depth, .. } = *archive;
-        // A name that leads out of the tree is refused later, like that of a file.
+        // A name that leads out of the tree is refused later, just as a file's name would be.
         let full = normalize(&join(&archive.inner, name)).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));

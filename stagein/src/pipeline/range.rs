@@ -94,9 +94,9 @@ impl<S: Sink> Worker<S> {
                         return Ok(report);
                     }
                     if self.unit.has_flushed {
-                        // Members that are in a run can no longer be discarded. If members do start
-                        // in this range, the ledger rejects the empty report and assigns the range
-                        // again with its true start.
+                        // Members that are already in a run can no longer be discarded. If members
+                        // do start in this range, the ledger rejects the empty report and assigns
+                        // the range again with its true start.
                         return Ok(RangeReport::default());
                     }
                     self.discard()?;
@@ -120,7 +120,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Reads members up to the range's end. Members that start before the range are skipped;
-    /// `first` becomes the offset of the first one in the range.
+    /// `first` becomes the offset of the first member in the range.
     fn read_members_of(
         &mut self,
         archive: &Archive<'_>,

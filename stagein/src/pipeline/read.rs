@@ -46,7 +46,8 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Like [`Self::skip_or_fail`]. If the archive changed, no member that this unit found counts.
+    /// Like [`Self::skip_or_fail`]. If the archive changed, no member that was found in this unit
+    /// counts.
     fn skip_archive_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         self.unit.withdrawn = matches!(error, StageInError::Changed { .. });
         self.skip_or_fail(error)

@@ -1,9 +1,9 @@
 //! Cuts samples into blocks, places the blocks, and ships them.
 //!
-//! Blocks of up to one batch's length share batches; a larger block gets room at its owner first
-//! and then goes in pieces. An owner that is full leaves this worker's ring, and its blocks go to
-//! the next node on it. Blocks of a batch that comes back are placed again one by one, since the
-//! next node can differ from block to block.
+//! Blocks that fit in a batch share batches; a larger block first gets room at its owner and is
+//! then sent in pieces. A full owner is removed from this worker's ring, and its blocks go to the
+//! next node on it. Blocks of a batch that comes back are placed again one by one, since the next
+//! node can differ from block to block.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -197,8 +197,8 @@ impl<S: Sink> Worker<S> {
         filled
     }
 
-    /// Gets a buffer from the sink. If the sink has none left, waits for a delivery, or ships the
-    /// fullest open batch so that there is something to wait for.
+    /// Gets a buffer from the sink. If the sink has none left, waits for a delivery. If nothing is
+    /// in flight, first ships the fullest open batch.
     fn take_buffer(&mut self, owner: NodeId) -> Result<S::Buffer, StageInError> {
         loop {
             if self.monitor.is_cancelled() {
@@ -230,7 +230,7 @@ impl<S: Sink> Worker<S> {
         self.sink.ship(owner, batch)
     }
 
-    /// Calls the sink, which may block, and shows during the call that this thread stores blocks.
+    /// Calls the sink, which may block, and meanwhile shows that this thread is storing blocks.
     fn call_sink<T>(&mut self, call: impl FnOnce(&mut S) -> T) -> T {
         self.activity.switch_to(Step::Shipping);
         let result = call(&mut self.sink);
@@ -286,7 +286,7 @@ impl<S: Sink> Worker<S> {
                 self.append(owner, (index, part), bytes.len(), &mut |space| {
                     space.copy_from_slice(bytes);
                     // This is the checksum that the bytes had when they were read. If they have
-                    // changed in memory since then, the next owner notices it.
+                    // changed in memory since then, the next owner will notice.
                     Ok(block.checksum)
                 })?;
             }

@@ -12,35 +12,35 @@ use crate::StageInError;
 
 /// Takes blocks to their owners, on this node or on others. Every call may block its thread.
 ///
-/// The sink owns the memory of all batches of a worker, and so decides how far the worker can be
-/// ahead of the owners.
+/// The sink owns the memory of all of a worker's batches, and so determines how far the worker can
+/// get ahead of the owners.
 pub trait Sink {
     /// Memory of [`BATCH_LEN_MAX`] bytes in which a batch is gathered.
     type Buffer: DerefMut<Target = [u8]>;
 
-    /// Lends a buffer for blocks of `owner`. Returns `None` if the worker has all of its buffers
-    /// already, in open batches or in flight.
+    /// Lends a buffer for blocks of `owner`. Returns `None` if all of the worker's buffers are
+    /// already in open batches or in flight.
     ///
     /// # Errors
     ///
     /// [`StageInError::Ship`] if there is no memory, [`StageInError::Cancelled`].
     fn buffer(&mut self, owner: NodeId) -> Result<Option<Self::Buffer>, StageInError>;
 
-    /// Starts to send a batch to its owner.
+    /// Starts sending a batch to its owner.
     ///
     /// # Errors
     ///
-    /// As [`Self::next_delivery`], which reports most failures.
+    /// The errors of [`Self::next_delivery`], which reports most failures.
     fn ship(&mut self, owner: NodeId, batch: Batch<Self::Buffer>) -> Result<(), StageInError>;
 
-    /// Starts to send a piece of a block for which [`Self::reserve`] got room.
+    /// Starts sending a piece of a block for which [`Self::reserve`] obtained room.
     ///
     /// # Errors
     ///
-    /// As [`Self::next_delivery`], which reports most failures.
+    /// The errors of [`Self::next_delivery`], which reports most failures.
     fn ship_piece(&mut self, owner: NodeId, piece: BlockPiece<Self::Buffer>) -> Result<(), StageInError>;
 
-    /// Number of batches and pieces that were shipped and have not been delivered.
+    /// Returns the number of batches and pieces that have been shipped but not yet delivered.
     fn in_flight(&self) -> usize;
 
     /// Waits until a batch or piece that is in flight is stored or refused.

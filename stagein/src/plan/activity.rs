@@ -1,4 +1,4 @@
-//! Shows what planning does, and lets planning learn that it was canceled.
+//! Shows what planning is doing, and lets planning learn that it was canceled.
 
 use dayfly_meta::wire::control::Step;
 
@@ -16,8 +16,8 @@ impl<'a> PlanActivity<'a> {
         Self { monitor, activity: monitor.new_activity() }
     }
 
-    /// Shows that planning now looks at `path`. The planner calls this before every access that a
-    /// slow file system may delay, so that the error about a stall names the path.
+    /// Shows that planning is now looking at `path`. The planner calls this before every access
+    /// that a slow file system may delay, so that the error about a stall names the path.
     ///
     /// # Errors
     ///

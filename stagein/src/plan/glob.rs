@@ -1,7 +1,7 @@
 //! Expands glob patterns over paths that need not be UTF-8.
 //!
-//! The crate `glob` parses and matches patterns. It can also walk the file system, but its walk
-//! panics at a name that is not UTF-8, so the walk is here.
+//! The `glob` crate parses and matches patterns. It can also walk the file system, but its walk
+//! panics at a name that is not UTF-8, so this module walks by itself.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirEntry};

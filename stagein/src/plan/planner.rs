@@ -59,7 +59,8 @@ impl<'a> Planner<'a> {
         self.activity.begin(path.as_os_str().as_bytes())?;
         let metadata = fs::metadata(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         let ends_with_dot = path.as_os_str().as_bytes().ends_with(b"/.");
-        // As with cp, a single directory becomes the target, and several go below it by name.
+        // As with cp, a single directory becomes the target, and several directories are placed
+        // below the target under their own names.
         let prefix = if is_only_source || ends_with_dot { Vec::new() } else { name_of(&path)? };
         let planned = if metadata.is_dir() {
             self.plan_tree(path, prefix, self.selection.strip_components)
@@ -77,7 +78,7 @@ impl<'a> Planner<'a> {
         Ok(self.plan)
     }
 
-    /// With `--keep-going`, counts and notes an error that concerns one source only. Returns every
+    /// With `--keep-going`, counts and notes an error that concerns only one source. Returns every
     /// other error.
     fn skip_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         if !self.selection.keep_going || !error.is_of_source() {
@@ -171,8 +172,8 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Plans a tree. With components to strip, its subdirectories become trees of their own, as if
-    /// the user had named them.
+    /// Plans a tree. If components are to be stripped, its subdirectories become trees of their
+    /// own, as if the user had named them.
     fn plan_tree(&mut self, root: PathBuf, prefix: Vec<u8>, strip: u32) -> Result<(), StageInError> {
         if strip > 0 {
             for subdirectory in subdirectories(&root)? {
@@ -270,9 +271,9 @@ impl From<ZipError> for ZipPlanError {
 #[derive(Default)]
 struct TreeBatch {
     entries: Vec<TreeEntry>,
-    /// Bytes of their files.
+    /// Total size of their files, in bytes.
     bytes: u64,
-    /// Bytes of their paths and link targets.
+    /// Total length of their paths and link targets, in bytes.
     names_len: usize,
 }
 

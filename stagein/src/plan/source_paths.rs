@@ -57,7 +57,7 @@ pub(super) fn expand(patterns: &[Vec<u8>], activity: &PlanActivity<'_>) -> Resul
 #[derive(Default)]
 struct SourcePaths {
     paths: Vec<PathBuf>,
-    /// Number of paths ever added, including those that were taken out since.
+    /// Number of paths ever added, including those that have since been removed.
     count: usize,
     /// Bytes of all paths ever added.
     len: usize,
@@ -115,13 +115,13 @@ fn expand_path_or_glob(
     Ok(())
 }
 
-/// Expands the lines of a list. They are relative to the list's folder.
+/// Expands the lines of a list. The lines are relative to the list's folder.
 fn expand_list(list: &Path, activity: &PlanActivity<'_>, expanded: &mut SourcePaths) -> Result<(), StageInError> {
     let invalid = |reason| StageInError::InvalidList { path: list.to_owned(), reason };
     let unreadable = |error: io::Error| invalid(format!("it cannot be read: {error}; every node must be able to read it"));
     let not_regular = || invalid("it is not a regular file; write the paths of the sources to a file, one per line".to_owned());
-    // Opening a device may have side effects, so the type is checked first. Should a FIFO take the
-    // file's place in between, O_NONBLOCK keeps the open from waiting for a writer.
+    // Opening a device may have side effects, so the type is checked first. If a FIFO takes the
+    // file's place in the meantime, O_NONBLOCK keeps the open from waiting for a writer.
     if !fs::metadata(list).map_err(unreadable)?.is_file() {
         return Err(not_regular());
     }

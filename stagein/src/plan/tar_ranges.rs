@@ -31,7 +31,7 @@ pub(super) fn split(file: File, size: u64, workers: u64) -> io::Result<Vec<TarSp
         return Ok(vec![TarSplit { from: 0, to: u64::MAX, start: Some(TarPosition::default()) }]);
     }
     let len = (size / (4 * workers.max(1))).clamp(RANGE_LEN_MIN, RANGE_LEN_MAX).next_multiple_of(BLOCK_LEN as u64);
-    // The reader reads nothing ahead, because only headers are wanted.
+    // The reader does not read ahead, because only headers are wanted.
     let mut tar = TarReader::new(PlainReader::new(file, 0, 0, Arc::default())?);
     let mut members = 0;
     while members < PROBED_MEMBERS {

@@ -37,8 +37,8 @@ fn paths(units: &[Unit]) -> Vec<String> {
     paths
 }
 
-/// SEMANTICS: "Sources are named as for `cp`: a single directory becomes the target; several sources are placed in it, directories
-/// and files under their own names; an archive is unpacked into it."
+/// SEMANTICS: "Sources are named as for `cp`: a single directory becomes the target; several sources are placed in the target,
+/// directories and files under their own names; an archive is unpacked into the target."
 #[test]
 fn sources_get_the_paths_that_cp_would_give_them() {
     let folder = tempfile::tempdir().unwrap();
@@ -97,10 +97,9 @@ fn sources_of_one_pattern_are_rivals_and_may_get_directories_of_their_own() {
     assert_eq!(prefixes, ["a", "b.tar", "c"]);
 }
 
-/// SEMANTICS: "The content decides whether a file is a tar; content and name (`.zip`, `.whl`, `.egg`,
-/// `.jar`, `.cbz`) decide whether it is a zip, because many other files are zips inside, for example
-/// `.npz` and `.pt`, and those are samples. A file that has an archive's name but not its content is an
-/// error, not a sample. A compressed file that holds no tar stays as it is."
+/// SEMANTICS: "The content decides whether a file is a tar; content and name (`.zip`, `.whl`, `.egg`, `.jar`, `.cbz`) decide
+/// whether it is a zip, because many other files, such as `.npz` and `.pt`, are also zips inside, and those are samples. A file
+/// that has an archive's name but not its content is an error, not a sample. A compressed file that holds no tar stays as it is."
 #[test]
 fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error() {
     let folder = tempfile::tempdir().unwrap();

@@ -15,12 +15,12 @@ use crate::StageInError;
 
 /// The units of a plan that no worker has received yet.
 ///
-/// Large units come first, so that no worker starts a large unit when the others are done. The rest
-/// come in random order, so that samples that are neighbors in the sources do not reach the owners'
-/// drives at the same time.
+/// Large units come first, so that no worker starts a large unit when the others have already
+/// finished. The rest come in random order, so that samples that are neighbors in the sources do
+/// not reach the owners' drives at the same time.
 pub struct UnitQueue {
     file: BufWriter<File>,
-    /// Bytes in the file.
+    /// Length of the file in bytes.
     file_len: u64,
     /// The units, in reverse order once the queue is closed.
     units: Vec<QueuedUnit>,

@@ -1,5 +1,5 @@
-//! Records the current activity of each thread of a stage-in. The activities are not read while a stage-in advances. When it stands
-//! still, the error names what each thread waits for, and on which source or drive.
+//! Records the current activity of each thread of a stage-in. While a stage-in is advancing, nothing reads the activities. When it
+//! stalls, the error names what each thread is waiting for, and on which source or drive.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
@@ -12,14 +12,14 @@ pub struct Activity(Arc<Mutex<Current>>);
 
 #[derive(Default)]
 struct Current {
-    /// `None` while the thread waits for work.
+    /// `None` while the thread is waiting for work.
     step: Option<Step>,
-    /// Path of the source that is read, or of the drive that is written.
+    /// Path of the source that is being read, or of the drive that is being written.
     path: Vec<u8>,
 }
 
 impl Activity {
-    /// Records that the thread starts a step on the source or drive at `path`.
+    /// Records that the thread is starting a step on the source or drive at `path`.
     pub fn begin(&self, step: Step, path: &[u8]) {
         let mut current = lock(&self.0);
         current.step = Some(step);
@@ -27,12 +27,12 @@ impl Activity {
         current.path.extend_from_slice(path);
     }
 
-    /// Records that the thread starts another step on the same source or drive.
+    /// Records that the thread is starting another step on the same source or drive.
     pub fn switch_to(&self, step: Step) {
         lock(&self.0).step = Some(step);
     }
 
-    /// Records that the thread has finished and waits for work.
+    /// Records that the thread has finished and is waiting for work.
     pub fn end(&self) {
         lock(&self.0).step = None;
     }

@@ -1,5 +1,5 @@
-//! The permit for decoders with a large window. A stage-in runs one such decoder at a time on each
-//! node, because its window can take much of the memory that the stage-in may use there.
+//! The permit for decoders with a large window. On each node, a stage-in runs only one such decoder
+//! at a time, because its window can take much of the memory that the stage-in may use there.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 

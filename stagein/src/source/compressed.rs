@@ -25,7 +25,7 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
     // Files from pzstd begin with a skippable frame, and lz4 files may; the frame after it decides.
-    // If `start` ends before that frame, zstd is more likely.
+    // If `start` ends before that frame, zstd is assumed, because it is more likely.
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
         && let Some(len) = len.first_chunk()
     {
@@ -116,8 +116,8 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
     }
 }
 
-/// Returns the dictionary size in bytes of an xz file's first block, which its decoder allocates. A
-/// header that cannot be parsed counts as the largest possible size.
+/// Returns the size in bytes of the dictionary that a decoder allocates for an xz file's first
+/// block. A header that cannot be parsed counts as the largest possible size.
 fn xz_dictionary_len(start: &[u8]) -> u64 {
     // A stream header of 12 bytes comes first. The block header after it has its own length (one
     // byte), flags, two optional lengths, and the filters.

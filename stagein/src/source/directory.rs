@@ -31,8 +31,8 @@ pub(crate) enum WalkItem {
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
 /// Calls `visit` for the tree's root and everything below it. Calls `check_in` before it examines
-/// each path, because a slow file system may take long to answer. An error from `check_in` ends the
-/// walk.
+/// each path, because a slow file system may take a long time to answer. An error from `check_in`
+/// ends the walk.
 pub(crate) fn walk(
     root: &Path,
     selector: &Selector,

@@ -1,8 +1,8 @@
 //! Reads an uncompressed file sequentially, in large pieces.
 //!
-//! The part of the file up to `eager_until` belongs to the reader alone, and the reader reads ahead
-//! there. Beyond that offset it reads only the bytes that are requested, because another worker
-//! reads that part, and source bytes should cross the network only once.
+//! Up to offset `eager_until`, the file belongs to this reader alone, and the reader reads ahead.
+//! Beyond that offset it reads only the bytes that are requested, because another worker reads that
+//! part, and source bytes should cross the network only once.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -22,8 +22,8 @@ use crate::progress::ProgressMonitor;
 const BUFFER_LEN: usize = 256 << 10;
 /// Reads of at least this many bytes bypass the buffer and go straight into the caller's memory.
 const DIRECT_LEN_MIN: usize = 32 << 10;
-/// Bytes read ahead after such a direct read, which usually reached the end of a member's data.
-/// Only the next header is needed then.
+/// Bytes read ahead after a read that bypassed the buffer. Such a read usually reached the end of a
+/// member's data, and then only the next header is needed.
 const AFTER_DIRECT_LEN: usize = 4 << 10;
 
 /// A reader that may be able to skip bytes without reading them.
@@ -56,7 +56,7 @@ pub(crate) struct PlainReader {
     /// Offset in the file of the buffer's end.
     end: u64,
     eager_until: u64,
-    /// Whether the last read went past the buffer.
+    /// Whether the last read bypassed the buffer.
     was_direct: bool,
     /// Bytes read from the file.
     read: u64,
@@ -95,7 +95,7 @@ impl PlainReader {
         self.size
     }
 
-    /// Returns the offset in the file of the next byte to return.
+    /// Returns the offset, in the file, of the next byte to return.
     pub(crate) fn position(&self) -> u64 {
         self.end - (self.buffer.len() - self.at) as u64
     }
@@ -105,7 +105,7 @@ impl PlainReader {
         self.read
     }
 
-    /// Returns the time that the thread has waited for these bytes.
+    /// Returns the time that the thread has waited for bytes from the file.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
     }

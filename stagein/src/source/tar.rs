@@ -42,7 +42,7 @@ pub(crate) struct TarMember {
     /// The name as the archive spells it, not normalized.
     pub(crate) name: Vec<u8>,
     pub(crate) kind: TarKind,
-    /// Bytes of data, which for a sparse file includes its holes.
+    /// Size of the data in bytes, including the holes of a sparse file.
     pub(crate) size: u64,
     /// Bytes of data in the archive.
     pub(crate) stored_len: u64,
@@ -108,7 +108,7 @@ impl<R: Skip> TarReader<R> {
     }
 
     /// Creates a reader in the middle of an archive, between two members. `global` is what global
-    /// extended headers have set before.
+    /// extended headers before that position have set.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
         Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }

@@ -117,7 +117,7 @@ struct Directory {
     end: u64,
     /// Number of records according to the end record.
     records: u64,
-    /// The bits of that number that the end record stores.
+    /// The end record stores only these bits of the number of records.
     records_mask: u64,
     /// Bytes before the archive in its file.
     shift: u64,

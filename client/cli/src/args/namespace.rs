@@ -8,7 +8,7 @@ use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Depth};
 use super::number;
 use crate::size;
 
-/// List directories of the namespace.
+/// List directories in the namespace.
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct LsArguments {
@@ -24,7 +24,7 @@ pub(crate) struct LsArguments {
     /// Print sizes with units.
     #[arg(short = 'h')]
     pub(crate) human: bool,
-    /// Paths of the namespace. [default: the whole namespace]
+    /// Paths in the namespace. [default: the whole namespace]
     pub(crate) paths: Vec<OsString>,
 }
 
@@ -32,23 +32,23 @@ pub(crate) struct LsArguments {
 /// file system.
 #[derive(Args)]
 pub(crate) struct StatArguments {
-    /// Paths of the namespace.
+    /// Paths in the namespace.
     #[arg(required = true)]
     pub(crate) paths: Vec<OsString>,
 }
 
-/// Write files of the namespace to standard output.
+/// Write files in the namespace to standard output.
 #[derive(Args)]
 pub(crate) struct CatArguments {
-    /// Paths of the namespace.
+    /// Paths in the namespace.
     #[arg(required = true)]
     pub(crate) paths: Vec<OsString>,
 }
 
 /// Copy out of the namespace, with permissions, times, symbolic links and hard links.
 ///
-/// A file that exists is replaced once its copy is complete. The content is written into a device
-/// or FIFO, whose permissions stay as they are.
+/// An existing file is replaced once its copy is complete. If the target is a device or FIFO, the
+/// content is written into it, and its permissions stay as they are.
 #[derive(Args)]
 pub(crate) struct CpArguments {
     /// Copy directories with everything in them.
@@ -73,7 +73,7 @@ pub(crate) struct DuArguments {
     /// Print sizes with units, instead of in KiB.
     #[arg(short = 'h')]
     pub(crate) human: bool,
-    /// Paths of the namespace. [default: the whole namespace]
+    /// Paths in the namespace. [default: the whole namespace]
     pub(crate) paths: Vec<OsString>,
 }
 
@@ -99,7 +99,7 @@ pub(crate) struct VerifyArguments {
     /// --from-every-node' does so on all machines.
     #[arg(long)]
     pub(crate) from_every_node: bool,
-    /// A path of the namespace. [default: the whole namespace]
+    /// A path in the namespace. [default: the whole namespace]
     pub(crate) path: Option<OsString>,
 }
 

@@ -48,15 +48,15 @@ pub(crate) struct SessionArguments {
     /// $SLURM_TMPDIR, or else $TMPDIR, or else /tmp]
     #[arg(long, value_name = "DIR")]
     pub(crate) data_dir: Vec<PathBuf>,
-    /// Bytes that each node may take on its data dirs. [default: its share of 90 % of the free
+    /// Bytes that each node may use in its data dirs. [default: its share of 90 % of the free
     /// space]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) capacity: Option<u64>,
-    /// Memory of each server for blocks of other nodes. [default: 256MiB]
+    /// Memory that each server uses for other nodes' blocks. [default: 256MiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) memory: Option<u64>,
-    /// Memory of each server for all its stage-ins together. [default: 1GiB, or less in a small
-    /// control group]
+    /// Memory that each server uses for all its stage-ins together. [default: 1GiB, or less in a
+    /// small control group]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) stage_in_memory: Option<u64>,
     /// Number of units (pieces of the sources) that each server reads at the same time. [default:
@@ -236,9 +236,9 @@ impl From<Transport> for dayfly_launch::Preference {
 
 /// Run CMD in a session of its own: start the session, stage in, run CMD, end the session.
 ///
-/// The session ends when CMD ends, even if CMD has started processes that still run. SIGINT,
-/// SIGTERM, SIGHUP and SIGQUIT are passed on to CMD, which then has 30 seconds to end. SIGUSR1 and
-/// SIGUSR2 are passed on too. The exit status is that of CMD.
+/// The session ends when CMD ends, even if CMD has started processes that are still running.
+/// SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to CMD, which then has 30 seconds to end.
+/// SIGUSR1 and SIGUSR2 are passed on too. The exit status is CMD's.
 ///
 /// Example: dayfly run --stage-in '/pfs/train-*.tar:/dayfly/train' -- python3 train.py
 /// /dayfly/train
@@ -338,7 +338,7 @@ pub(crate) struct ServeArguments {
 
 /// Remove what killed sessions left on this machine: empty folders, sockets and locks.
 ///
-/// A running session is never touched. The command is for users, and for epilogs of batch systems,
+/// A running session is never touched. The command is for users, and for batch systems' epilogs,
 /// which run it as the job's user. 'dayfly up' does the same before it starts anything.
 #[derive(Args)]
 pub(crate) struct CleanArguments {
@@ -350,8 +350,8 @@ pub(crate) struct CleanArguments {
 
 /// End the session on all nodes and free everything that it holds.
 ///
-/// If no session is running, there is nothing to do, and the command succeeds. If you have several,
-/// DAYFLY_SESSION names the one to end.
+/// If no session is running, there is nothing to do, and the command succeeds. If you have several
+/// sessions, DAYFLY_SESSION names the one to end.
 #[derive(Args)]
 pub(crate) struct DownArguments {}
 

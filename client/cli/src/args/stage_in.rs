@@ -24,7 +24,7 @@ use crate::size;
 /// /dayfly/images
 #[derive(Args)]
 pub(crate) struct StageInArguments {
-    /// SOURCE... TARGET, where TARGET is a path of the namespace.
+    /// SOURCE... TARGET, where TARGET is a path in the namespace.
     #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
     pub(crate) paths: Vec<OsString>,
     #[command(flatten)]
@@ -77,15 +77,15 @@ pub(crate) struct StageInOptions {
     /// 'dayfly stage-in' then exits with 3 if anything was left out; 'dayfly run' continues.
     #[arg(long)]
     pub(crate) keep_going: bool,
-    /// Read at most SIZE per second from the sources, all nodes together, to reduce the load on the
-    /// parallel file system and the nodes.
+    /// Read at most SIZE per second from the sources, on all nodes together, to reduce the load on
+    /// the parallel file system and the nodes.
     #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
     pub(crate) max_rate: Option<u64>,
     /// Write a page with plots to FILE: rates, balance, sizes, classes, and where the time went.
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
-    /// Seed of the placement and of the order in which blocks are stored. The same seed distributes
-    /// the same dataset in the same way.
+    /// Seed for the placement and for the order in which blocks are stored. The same seed
+    /// distributes the same dataset in the same way.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<u64>(0..=u64::MAX))]
     pub(crate) seed: u64,
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.

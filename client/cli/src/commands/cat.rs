@@ -1,4 +1,4 @@
-//! `dayfly cat`: writes files of the namespace to standard output.
+//! `dayfly cat`: writes files in the namespace to standard output.
 
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -38,7 +38,7 @@ pub(super) enum CopyError {
     Write(io::Error),
 }
 
-/// Writes a whole file of the namespace to `output`.
+/// Writes a whole file in the namespace to `output`.
 pub(super) fn copy(view: &View, file: &OpenFile, output: &mut impl Write) -> Result<(), CopyError> {
     let mut buffer = vec![0; READ_LEN.min(file.stat().size as usize)];
     let mut offset = 0;

@@ -19,7 +19,7 @@ use nix::unistd::Pid;
 use crate::failure::{Failure, complain, print_line};
 use crate::size;
 
-/// A process that still lives this long after SIGKILL hangs in the kernel.
+/// A process that is still alive this long after SIGKILL is stuck in the kernel.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the supervisor may take to notice the end of the last server.
 const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
@@ -101,7 +101,8 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
                 is_partial |= !unreached.is_empty();
                 unreached.iter().for_each(complain);
             }
-            // Another command ends this server already, or it crashed. Both end below.
+            // Another command is already ending this server, or the server crashed. The code below
+            // handles both cases.
             Ok(Err(ClientError::NodeServer { error, .. })) if is_closed(&error) => {}
             Ok(Err(error)) => {
                 complain(format_args!(

@@ -1,4 +1,4 @@
-//! `dayfly ls`: lists directories of the namespace.
+//! `dayfly ls`: lists directories in the namespace.
 
 use std::io::{self, BufWriter, IsTerminal, Write};
 use std::process::ExitCode;

@@ -48,7 +48,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
     check(&arguments, &plan, &stage_ins)?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let result = runtime.block_on(async {
-        // From here on, signals end what this process runs, not the process itself.
+        // From here on, signals end what this process is running, not the process itself.
         let mut interruptions = Interruptions::new()?;
         let Some(mut session) = start(plan, &mut interruptions).await.map_err(own)? else {
             return Ok(ExitCode::from(interruptions.status()));
@@ -89,7 +89,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
         ));
         Ok(ExitCode::from(status))
     });
-    // A stage-in that was interrupted may still wait for its answer.
+    // A stage-in that was interrupted may still be waiting for its answer.
     runtime.shutdown_background();
     result
 }

@@ -25,7 +25,7 @@ use crate::failure::{Failure, LEFT_OUT, end_soon};
 use crate::namespace;
 use progress::Reporter;
 
-/// If a stage-in fails because its session ends, some server on this machine exits within this
+/// If a stage-in fails because its session is ending, some server on this machine exits within this
 /// time.
 const FIRST_EXIT_TIMEOUT: Duration = Duration::from_millis(100);
 /// After one server has closed its connections, all servers on this machine exit within this time.
@@ -82,7 +82,7 @@ impl ProgressDisplay {
     /// Clears the display, and prints the outcome of the stage-in.
     pub(super) fn interrupt(&self) {
         end_soon();
-        // The thread that holds the lock may hang in a write to a terminal that was stopped.
+        // The thread that holds the lock may be stuck in a write to a stopped terminal.
         let start = Instant::now();
         while start.elapsed() < MESSAGE_TIMEOUT {
             if let Ok(mut reporter) = self.0.try_lock() {

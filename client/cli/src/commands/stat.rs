@@ -1,4 +1,4 @@
-//! `dayfly stat`: prints everything about a path of the namespace.
+//! `dayfly stat`: prints everything about a path in the namespace.
 
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;

@@ -1,4 +1,4 @@
-//! `dayfly top`: shows what is read now, from where, and what slows readers down.
+//! `dayfly top`: shows what is being read, from where, and what slows readers down.
 
 mod bottleneck;
 

@@ -1,4 +1,4 @@
-//! `dayfly up`. The process that the user starts reports the result; another one stays in the
+//! `dayfly up`. The process that the user starts reports the result; another process stays in the
 //! background as the supervisor.
 
 use std::env;
@@ -110,7 +110,7 @@ fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }
 
-/// Redirects this process's output, which nobody reads from now on, to a log in the session's
+/// Redirects this process's output, which nobody reads from then on, to a log in the session's
 /// folder.
 fn redirect_to_log(session: &RunningSession) -> io::Result<()> {
     let path = session.location().folder.join("supervisor.log");

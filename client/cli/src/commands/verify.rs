@@ -83,7 +83,7 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
-/// Returns the part of an existing path below the prefix.
+/// Returns the part of an existing path that follows the prefix.
 fn below_prefix(location: &SessionFolder, path: &[u8]) -> Result<Vec<u8>, Failure> {
     let view = View::new(Session::attach(location)?);
     // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty
@@ -161,7 +161,7 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the part of a dataset that lies below a path of the namespace, or `None` if there is
+/// Returns the part of a dataset that lies below a path in the namespace, or `None` if there is
 /// none.
 fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     let (mut target, mut wanted) = (components(dataset.target()), components(below));
@@ -175,7 +175,7 @@ fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     }
 }
 
-/// Returns the samples at or below a path of a dataset.
+/// Returns the samples at or below a path in a dataset.
 fn samples(dataset: &Dataset, within: &[u8]) -> BTreeSet<u32> {
     let catalog = dataset.catalog();
     let Some(top) = catalog.find(within) else { return BTreeSet::new() };

@@ -25,7 +25,7 @@ pub(super) struct ServerEnvironment {
     /// Holds the folder until the node has its own lock.
     pub(super) lock: Flock<File>,
     data_dirs: Vec<PathBuf>,
-    /// Bytes that the server may take on its data dirs.
+    /// Bytes that the server may use in its data dirs.
     pub(super) capacity: u64,
     /// Stage-in workers of this server.
     pub(super) workers: usize,
@@ -75,14 +75,14 @@ impl ServerEnvironment {
         data_dir::session_folders(&self.data_dirs, self.location.session)
     }
 
-    /// Creates a node's folders in the data dirs, and holds them as long as the locks live.
+    /// Creates a node's folders in the data dirs, and holds them for as long as the locks live.
     pub(super) fn take_data_dirs(&self, node: NodeId) -> Result<(Vec<PathBuf>, Vec<Flock<File>>), LaunchError> {
         let folders = data_dir::node_folders(&self.data_dirs, self.location.session, node.0);
         let locks = data_dir::create_and_lock(&folders)?;
         Ok((folders, locks))
     }
 
-    /// Takes a node's lock, which its server holds as long as it lives.
+    /// Takes a node's lock, which its server holds for as long as the server lives.
     pub(super) fn lock_node(&self, node: NodeId) -> Result<Flock<File>, LaunchError> {
         let location = &self.location;
         let lock = location.lock_node(node).map_err(|error| ClientError::Folder { folder: location.folder.clone(), error })?;

@@ -26,8 +26,8 @@ use crate::notices::Notices;
 use crate::processes::{Event, LauncherProcesses};
 use crate::units::counted;
 
-/// The user sees which nodes have not joined: for the first time after the first of these, and then
-/// again each time the second has passed.
+/// When the user is told which nodes have not joined: once the first interval has passed, and then
+/// again each time the second one has passed.
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
 /// Hellos that may wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
@@ -46,12 +46,12 @@ pub(crate) struct StartRequest {
     pub(crate) key_file: PathBuf,
     /// The session starts if at least this many nodes join.
     pub(crate) min_nodes: usize,
-    /// The time for joining, and then again for connecting.
+    /// The time allowed for joining, and again for connecting after that.
     pub(crate) start_timeout: Duration,
     pub(crate) notices: Notices,
 }
 
-/// A server that said hello and has no node number yet.
+/// A server that has said hello but has no node number yet.
 struct JoiningServer {
     host: String,
     /// Whether it runs on this machine.
@@ -117,8 +117,8 @@ pub(super) struct SessionStart {
     joined: Vec<Option<JoiningServer>>,
     /// The reason why a host's server will not join.
     failed: Vec<Option<String>>,
-    /// Output of the launcher. It is shown if the start takes long or succeeds; after a failure the
-    /// error contains what matters.
+    /// Output of the launcher. It is shown if the start takes a long time or succeeds; after a
+    /// failure the error contains what matters.
     pending_lines: Vec<String>,
     takes_long: bool,
 }

@@ -96,8 +96,8 @@ impl Fixture {
     }
 }
 
-/// SEMANTICS: "A cached block can be found on the drives once a sync has covered it: when 64 MiB of them wait, or after a second.
-/// Until then it is read from the arena or fetched again."
+/// SEMANTICS: "A cached block can be found on the drives once a sync has covered it. A sync starts when 64 MiB of cached blocks are
+/// waiting, or after a second. Until then the block is read from the arena or fetched again."
 #[test]
 fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     let fixture = Fixture::new(5000);

@@ -117,9 +117,9 @@ async fn a_stream_fails(purpose: Purpose, stream: usize, state: StreamState) {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some());
 }
 
-/// SEMANTICS: "A dead connection between two nodes that have others (a failed member of a bundle of
-/// links, a lost entry of a firewall) is detected within about 2.5 s and replaced. Reads that wait on
-/// it move to another connection, and no reader sees an error."
+/// SEMANTICS: "A dead connection between two nodes that have others (a failed member of a bundle of links, a lost firewall entry)
+/// is detected within about 2.5 s and replaced. Reads that are waiting on it move to another connection, and no reader sees an
+/// error."
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_link_is_replaced_and_no_reader_notices() {
     for purpose in [Purpose::Peer, Purpose::SealedPeer] {

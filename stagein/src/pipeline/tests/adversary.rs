@@ -1,6 +1,6 @@
-//! Tests of tars that are made to fool a worker that starts in the middle: members whose data looks like headers, like archives, or
-//! like the end mark, and extended headers at the boundaries of ranges. However such a tar is split, the result must be the same as
-//! for a reader that starts at the beginning.
+//! Tests of tars that are designed to fool a worker that starts in the middle: members whose data looks like headers, like
+//! archives, or like the end mark, and extended headers at the boundaries of ranges. However such a tar is split, the result must
+//! be the same as for a reader that starts at the beginning.
 
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
@@ -63,7 +63,8 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
         }
         let data = match random.random_range(0..9) {
             0 => Vec::new(),
-            // Data that contains a header. Its size field leads to another header or to nothing.
+            // Data that contains a header. The header's size field leads to another header or to
+            // nothing.
             1 | 2 => {
                 let size = [0, 512, 5000, 1 << 32][random.random_range(0..4)];
                 let mut data = vec![b'.'; 512 * random.random_range(0..4)];
@@ -145,9 +146,8 @@ fn check(bytes: &[u8], random: &mut StdRng, selection: &Selection) -> usize {
     rejected
 }
 
-/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
-/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
-/// beginning."
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a tar look like (headers,
+/// archives, ends of archives), the result is the same as if the tar were read from its beginning."
 #[test]
 fn a_tar_has_the_same_members_however_it_is_split() {
     let mut rejected = 0;
@@ -175,9 +175,8 @@ fn with_keep_going_a_truncated_tar_gives_its_whole_members_however_it_is_split()
     }
 }
 
-/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a
-/// tar look like (headers, archives, ends of archives), the result equals that of reading it from its
-/// beginning."
+/// SEMANTICS: "All workers read one plain tar, or one zip, at the same time. Whatever the members of a tar look like (headers,
+/// archives, ends of archives), the result is the same as if the tar were read from its beginning."
 #[test]
 fn a_damaged_tar_has_the_same_result_however_it_is_split() {
     for seed in 0..40 {

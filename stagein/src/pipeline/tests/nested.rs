@@ -78,7 +78,7 @@ fn a_member_archive_becomes_a_directory() {
     assert_eq!(names, ["n01_1.JPEG", "n02_1.JPEG", "n03_1.JPEG"]);
 }
 
-/// SEMANTICS: "The later one of two members with the same path wins within such directories too."
+/// SEMANTICS: "Of two members with the same path, the later one wins within such directories too."
 #[test]
 fn the_later_member_of_a_path_wins_also_within_archives() {
     let folder = tempfile::tempdir().unwrap();

@@ -14,16 +14,15 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
         file.set_modified(before.modified().unwrap()).unwrap();
         let after = file.metadata().unwrap();
         assert_eq!((after.mtime(), after.mtime_nsec(), after.len()), (before.mtime(), before.mtime_nsec(), before.len()));
-        // File systems take the time from a clock that advances in steps of some milliseconds.
+        // File systems take the time from a clock that advances in steps of several milliseconds.
         if (after.ctime(), after.ctime_nsec()) != (before.ctime(), before.ctime_nsec()) {
             return;
         }
     }
 }
 
-/// SEMANTICS: "A source has changed if its size, modification time or inode change time differs from
-/// that of its first inspection. Setting the modification time back hides no change, and a `chmod` or a
-/// new hard link counts as a change."
+/// SEMANTICS: "A source has changed if its size, modification time or inode change time differs from what it was at the first
+/// inspection. Setting the modification time back hides no change, and a `chmod` or a new hard link counts as a change."
 #[test]
 fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -42,8 +41,8 @@ fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() 
     }
 }
 
-/// SEMANTICS: "A zip's member that has the mode of a FIFO, device or socket and has content is a file,
-/// because that is how `zip` packs its standard input."
+/// SEMANTICS: "A zip member that has the mode of a FIFO, device or socket and has content is a file, because that is how `zip`
+/// packs its standard input."
 #[test]
 fn a_zip_member_with_the_mode_of_a_pipe_is_a_file() {
     let folder = tempfile::tempdir().unwrap();
@@ -82,7 +81,7 @@ z.writestr('file', b''); z.close()";
     }
 }
 
-/// SEMANTICS: "Under `--nested`, a file whose content is not an archive stays a file, in a tree too."
+/// SEMANTICS: "With `--nested`, a file whose content is not an archive stays a file, even in a tree."
 #[test]
 fn with_nested_a_member_with_only_an_archive_name_stays_a_file() {
     let folder = tempfile::tempdir().unwrap();

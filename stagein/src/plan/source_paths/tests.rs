@@ -22,8 +22,7 @@ fn check_list(list: &Path) -> Result<(), StageInError> {
     check_sources(&[[b"@", list.as_os_str().as_bytes()].concat()], &Selection::default())
 }
 
-/// SEMANTICS: "In globs, bytes of a name that are not UTF-8 are matched by `*`, and by `?` as one
-/// character."
+/// SEMANTICS: "In globs, `*` matches bytes of a name that are not UTF-8, and `?` matches them as one character."
 #[test]
 fn globs_match_names_that_are_not_utf8() {
     let folder = tempfile::tempdir().unwrap();
@@ -99,12 +98,11 @@ fn globs_match_what_the_glob_crate_matches() {
     }
 }
 
-/// SEMANTICS: "`@LIST` names a file that lists sources, one per line. The lines may be globs, and are
-/// relative to the list's own folder. A file whose own name begins with `@` is written `./@name`. A
-/// list is a regular file of at most 256 MiB with lines of at most 4,096 bytes; a FIFO or a device is
-/// refused at once, by `run` before it starts anything."
-/// SEMANTICS: "One stage-in has at most 1,048,576 sources, whose paths have at most 256 MiB together,
-/// whether globs or lists name them."
+/// SEMANTICS: "`@LIST` names a file that lists sources, one per line. The lines may be globs, and are relative to the list's own
+/// folder. A file whose own name begins with `@` is written `./@name`. A list is a regular file of at most 256 MiB with lines of at
+/// most 4,096 bytes; a FIFO or a device is refused at once, and `run` refuses it before it starts anything."
+/// SEMANTICS: "One stage-in has at most 1,048,576 sources, whose paths take at most 256 MiB in total, whether globs or lists name
+/// them."
 #[test]
 fn a_list_must_be_a_regular_file_of_bounded_size() {
     let folder = tempfile::tempdir().unwrap();

@@ -10,13 +10,15 @@
 //! - zstd, lz4 and bgzf: between frames, which are independent of each other (`frames`).
 //! - gzip as `pigz --independent` writes it: at markers between parts (`independent`). A marker may
 //!   occur by chance. If a part cannot be decoded on its own, the whole file is decoded again in
-//!   one piece, and the bytes that the worker has already are skipped.
+//!   one piece, and the bytes that the worker already has are skipped.
 //! - xz: the file is one piece, and the library decodes its blocks on several threads.
 //! - any other gzip, and bzip2: the file is one piece and one thread decodes it.
 //!
-//! Channels between the threads bound the memory: a decoder that is ahead of the worker by its
-//! share waits, and then the splitter waits for the decoder. On each node, a stage-in runs only one
-//! decoder with a large window at a time. All threads end when the [`DecodedStream`] is dropped.
+//! Channels between the threads bound the memory. All decoders together may be ahead of the worker
+//! by a limited number of decoded bytes, and each decoder has a share of this limit. A decoder that
+//! has used up its share waits, and then the splitter waits for the decoder. On
+//! each node, a stage-in runs only one decoder with a large window at a time. All threads end when
+//! the [`DecodedStream`] is dropped.
 
 mod decode;
 mod independent;
@@ -39,7 +41,7 @@ use splitter::{Boundaries, Splitter};
 
 /// Bytes that go through a channel at a time.
 const CHUNK_LEN: usize = 256 << 10;
-/// Unused chunks that are kept for later; more are freed.
+/// How many unused chunks are kept for later; any beyond that are freed.
 const POOL_CHUNKS_MAX: usize = 16;
 
 /// Compressed bytes for a decoder, or why there are no more.
@@ -60,12 +62,12 @@ enum Decoded {
 pub struct DecoderLimits {
     /// Threads that decode at the same time, at least 1.
     pub threads: usize,
-    /// Decoded bytes that all threads together may be ahead of the worker.
+    /// Decoded bytes by which all threads together may be ahead of the worker.
     pub ahead_len: usize,
 }
 
-/// Chunks for reuse. Allocating and clearing new memory for each chunk costs more than the copies
-/// that go through it.
+/// Chunks for reuse. Allocating and clearing new memory for each chunk would cost more than copying
+/// bytes into the chunk and out of it.
 #[derive(Clone, Default)]
 struct ChunkPool {
     chunks: Arc<Mutex<Vec<Vec<u8>>>>,
@@ -107,11 +109,11 @@ pub(crate) struct DecodedStream<'scope, 'env> {
     monitor: Arc<ProgressMonitor>,
     waited: Duration,
     /// Whether decoding has failed, which ends the stream. Later pieces may be intact, but bytes
-    /// are missing before them.
+    /// before them are missing.
     has_failed: bool,
 }
 
-/// Starts to decode `file` on threads of `scope`. The threads end with the stream, or when the
+/// Starts decoding `file` on threads of `scope`. The threads end with the stream, or when the
 /// returned value is dropped.
 pub(crate) fn start<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
@@ -160,8 +162,8 @@ impl DecodedStream<'_, '_> {
         self.waited
     }
 
-    /// Decodes the file again in one piece, and skips the `returned` bytes that the worker has
-    /// already.
+    /// Decodes the file again in one piece, and skips the `returned` bytes that the worker already
+    /// has.
     fn restart(&mut self, returned: u64) -> io::Result<()> {
         let limits = DecoderLimits { threads: 1, ..self.limits };
         let mut again = start(self.scope, self.compression, self.file.try_clone()?, limits, self.monitor.clone())?;

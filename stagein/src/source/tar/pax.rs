@@ -1,4 +1,4 @@
-//! Parses PAX extended headers, which consist of records `length key=value`.
+//! Parses PAX extended headers, which consist of records of the form `length key=value`.
 
 use super::sparse::PaxSparse;
 

@@ -1,5 +1,5 @@
 //! Expands sparse files. GNU tar stores a map of the pieces that have data, in one of four formats,
-//! and then only these pieces. Reading returns zeros for the holes.
+//! followed by only those pieces. Reading returns zeros for the holes.
 
 use std::io;
 
@@ -109,7 +109,7 @@ fn push(pieces: &mut Vec<(u64, u64)>, piece: (u64, u64)) -> Result<(), &'static 
 /// PAX records about a sparse file, in versions 0.0, 0.1 and 1.0 of the format.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PaxSparse {
-    /// The file's name; the header has a made-up one.
+    /// The file's name. The name in the header is made up.
     pub(super) name: Option<Vec<u8>>,
     size: Option<u64>,
     pieces: Vec<(u64, u64)>,

@@ -7,7 +7,7 @@ use super::{ZipError, damaged, u16_at, u32_at, u64_at};
 
 /// Bytes of a record without the name, the extra fields and the comment.
 const FIXED_LEN: usize = 46;
-/// Systems on which a zip can have been made. They decide what the attributes and names mean.
+/// Systems on which a zip may have been made. They decide what the attributes and names mean.
 const UNIX: u8 = 3;
 const MACOS: u8 = 19;
 const DOS: u8 = 0;

@@ -32,7 +32,7 @@ const DRIVE_TEST_CHUNK_LEN: usize = 1 << 20;
 /// In bytes per second. A slower data dir is reported, because a local NVMe drive is faster.
 const DRIVE_RATE_MIN: f64 = 500e6;
 /// In bytes per second. A slower card is reported, because a real RDMA card is faster than this
-/// even between processes of one machine.
+/// even between processes on one machine.
 const RDMA_RATE_MIN: f64 = 1e9;
 
 /// Runs all checks of this node.

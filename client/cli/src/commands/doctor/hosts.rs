@@ -20,7 +20,7 @@ use crate::size::show;
 const SKEW_MAX_S: f64 = 2.0;
 /// A host that has not answered within this time is reported as unreachable.
 const HOST_TIMEOUT: Duration = Duration::from_secs(120);
-/// At most this many characters of an answer that makes no sense are shown.
+/// If an answer makes no sense, at most this many of its characters are shown.
 const SHOWN_CHARS_MAX: usize = 80;
 /// With more nodes than this, each is paired only with the next.
 const ALL_PAIRS_MAX: usize = 8;

@@ -11,8 +11,8 @@ use dayfly_meta::wire::control::{ClassShare, NodeShare, Step, Summary};
 use crate::size;
 use plot::{Series, bars, escape, lines, stacks};
 
-/// More nodes than this are drawn only as their sum, because nobody could distinguish the lines and
-/// colors.
+/// If there are more nodes than this, only their sum is drawn, because nobody could distinguish the
+/// lines and colors.
 const NODES_DRAWN_MAX: usize = 16;
 /// How many classes are drawn, the largest first.
 const CLASSES_DRAWN_MAX: usize = 60;

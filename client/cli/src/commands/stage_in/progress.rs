@@ -34,8 +34,8 @@ pub(super) struct Reporter {
     last_line: Instant,
     start: Instant,
     phase: Phase,
-    /// Whether the user decided about archives within sources, with `--nested` or `--no-unpack`,
-    /// and so needs no hint about them.
+    /// Whether the user has decided about archives within sources, with `--nested` or
+    /// `--no-unpack`, and so needs no hint about them.
     has_decided_on_archives: bool,
 }
 

@@ -3,8 +3,8 @@
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
-/// If readers spend a smaller share of their time waiting for other nodes, those nodes are not the
-/// bottleneck. Waiting for space in the arena counts whatever its share is.
+/// If readers spend a smaller share of their time than this waiting for other nodes, those nodes
+/// are not the bottleneck. Waiting for space in the arena counts however small its share is.
 const WAITING_PERCENT: f64 = 20.0;
 /// An owner that sends this many times the mean is hot.
 const HOT: f64 = 1.5;

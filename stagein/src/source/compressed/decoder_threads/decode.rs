@@ -24,7 +24,7 @@ pub(super) fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncS
         is_wanted
     });
     if let Err(error) = inflated {
-        // This fails if the reader is gone, which then needs no error.
+        // This fails if the reader is gone. In that case nobody needs the error.
         let _ = output.send(Err(error));
     }
     monitor.add_busy_time(Step::Decoding, start.elapsed().saturating_sub(input.waited + sending));
@@ -61,7 +61,7 @@ pub(super) fn decode_stream(
         }
     }
     if let Some(error) = failure {
-        // This fails if the reader is gone, which then needs no error.
+        // This fails if the reader is gone. In that case nobody needs the error.
         let _ = output.send(Err(error));
     }
     monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));

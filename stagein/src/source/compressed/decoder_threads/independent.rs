@@ -1,8 +1,8 @@
 //! Splits and inflates a gzip stream in independent parts, as `pigz --independent` writes it.
 //!
 //! Two empty deflate blocks separate the parts, and no part refers to bytes of another, so each can
-//! be inflated on its own. The two blocks can also occur by chance. Inflating a part that does need
-//! the one before it is an error, after which the caller decodes the whole stream in one piece.
+//! be inflated on its own. The two blocks can also occur by chance. If a part needs bytes of the part
+//! before it, inflating it alone fails, and the caller then decodes the whole stream in one piece.
 
 use std::io::{self, Read};
 
@@ -87,7 +87,7 @@ pub(super) fn inflate_part(
     let mut trailer = [0; 8];
     rest.read_exact(&mut trailer)?;
     let word = |at: usize| trailer[at..at + 4].iter().rev().fold(0, |value, &byte| value << 8 | u32::from(byte));
-    // Several streams in one file are left to the decoder that reads the file in one piece.
+    // A file with several streams is left to the decoder that reads the file in one piece.
     if rest.read(&mut [0])? != 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "there are bytes after the end of the gzip stream"));
     }

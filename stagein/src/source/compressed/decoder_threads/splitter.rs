@@ -80,7 +80,7 @@ impl<'scope> Splitter<'scope, '_> {
         let needs_large_window = read.as_ref().is_ok_and(|&count| self.window_len(&chunk[..count]) > WINDOW_LEN_SHARED_MAX);
         let permit = if needs_large_window {
             // The stage-in may be canceled while this waits for the permit. The worker notices that
-            // by itself.
+            // on its own.
             let Some(permit) = monitor.wait_for_large_window() else { return };
             // One decoder decodes the whole file, and the permit is held until it is done.
             (boundaries, threads) = (Boundaries::None, 1);
