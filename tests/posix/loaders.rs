@@ -230,3 +230,31 @@ fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
     }
     twin.cluster.down();
 }
+
+/// SEMANTICS: "Node sees what it sees of a plain directory: stat, realpath, require, copyFile, streams, and many reads at a time in
+/// its thread pool."
+#[test]
+fn node_reads_the_namespace_as_a_plain_directory() {
+    if !is_there("node") {
+        return;
+    }
+    let make = |root: &Path| {
+        words_in(root);
+        fs::create_dir(root.join("folder")).unwrap();
+        fs::write(root.join("module.js"), "exports.answer = 42;\n").unwrap();
+        fs::write(root.join("folder/index.js"), "exports.name = __filename;\n").unwrap();
+        fs::write(root.join("big"), (0..700_001_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 9) as u8).collect::<Vec<_>>())
+            .unwrap();
+        std::os::unix::fs::symlink("words", root.join("link")).unwrap();
+    };
+    let script = super::here("node.js");
+    let (twin, expected) = twin(make, |ground, root| {
+        let found = plainly(ground, &["node".as_ref(), script.as_os_str(), root.as_os_str()]);
+        assert!(found.status.success(), "{}", text(&found.stderr));
+        text(&found.stdout)
+    });
+    let mut command = twin.exec_command(0);
+    let found = output_of(command.arg("node").arg(&script).arg(&twin.root));
+    assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
+    twin.cluster.down();
+}
