@@ -10,7 +10,9 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
 use dayfly_server::{Ability, Key, Preference, agree};
+use futures_util::StreamExt;
 use futures_util::future::try_join_all;
+use futures_util::stream::FuturesUnordered;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
@@ -31,6 +33,8 @@ use crate::units::counted;
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
 /// Hellos that may wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
+/// How long the supervisor waits for a server's own report, after another server has reported that it cannot reach it.
+const OWN_REPORT_WAIT: Duration = Duration::from_secs(1);
 /// A server may take this many handshake timeouts to send its hello. It examines its node first,
 /// which takes almost no time.
 const HELLO_TIMEOUT_FACTOR: u32 = 5;
@@ -421,8 +425,31 @@ impl SessionStart {
             }
         };
         let late = |_| Err(LaunchError::ConnectTimeout { seconds: self.request.start_timeout.as_secs() });
-        timeout_at(self.deadline, meeting).await.unwrap_or_else(late)
+        match timeout_at(self.deadline, meeting).await.unwrap_or_else(late) {
+            Err(LaunchError::CannotConnect(reason)) => {
+                Err(LaunchError::CannotConnect(failure_of_any(members).await.unwrap_or(reason)))
+            }
+            result => result,
+        }
     }
+}
+
+/// Returns the first failure that a server reports about itself; `None` if no server reports one in time.
+///
+/// A server that fails closes its connections, and node 0 can say no more than that. The server's own report is the cause.
+async fn failure_of_any(members: &mut [Member]) -> Option<String> {
+    let reports = members.iter_mut().map(|member| async {
+        let answer = timeout(OWN_REPORT_WAIT, receive_answer(&mut member.receiver)).await;
+        let Ok(Ok(FromServer::Failed { reason, .. })) = answer else { return None };
+        Some(format!("{}: {reason}", member.name))
+    });
+    let mut reports: FuturesUnordered<_> = reports.collect();
+    while let Some(report) = reports.next().await {
+        if report.is_some() {
+            return report;
+        }
+    }
+    None
 }
 
 /// Sends node 0 a request, and returns its answer unless that is a failure of the session.
@@ -439,4 +466,32 @@ async fn ask(coordinator: &mut Member, request: &FromSupervisor) -> Result<FromS
 
 fn server_failed(member: &Member, reason: String) -> LaunchError {
     LaunchError::ServerFailed { member: member.name.clone(), reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use dayfly_server::channel::dial;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn the_report_of_the_server_that_failed_is_found_among_heartbeats() {
+        let (session, key) = (SessionId([1; 8]), Arc::new(Key::new([1; 32])));
+        let here = IpAddr::from([127, 0, 0, 1]);
+        let (mut listener, port) = Listener::bind(session, key.clone(), Deadlines::DEFAULT, here).await.unwrap();
+        let address = [SocketAddr::new(here, port)];
+        let (mut members, mut servers) = (Vec::new(), Vec::new());
+        for node in 0..3 {
+            let (server, member) = tokio::join!(dial(session, &key, Deadlines::DEFAULT, &address), listener.accept());
+            servers.push(server.unwrap());
+            members.push(Member { name: format!("node {node}"), sender: member.sender, receiver: member.receiver });
+        }
+        for server in &mut servers {
+            control::send(&mut server.sender, &FromServer::Alive).await.unwrap();
+        }
+        let failed = FromServer::Failed { names: Vec::new(), reason: "its folder is gone".to_owned() };
+        control::send(&mut servers[1].sender, &failed).await.unwrap();
+        assert_eq!(failure_of_any(&mut members).await.as_deref(), Some("node 1: its folder is gone"));
+        assert_eq!(failure_of_any(&mut members[..1]).await, None);
+    }
 }
