@@ -165,8 +165,8 @@ fn sorted_walks(text: &str) -> Vec<&str> {
     lines
 }
 
-/// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they return for a plain
-/// directory, except as named below. A successful call leaves errno unchanged."
+/// SEMANTICS: "The C library's calls with paths and descriptors, in all variants that glibc has, return what they return for a
+/// plain directory, except for the differences below. A successful call leaves errno unchanged."
 /// SEMANTICS: "Descriptors are numbers in the kernel's own table, each the lowest that is free."
 /// SEMANTICS: "Offsets are shared across dup, fork, and exec into other programs."
 /// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
@@ -227,7 +227,7 @@ fn the_namespace_is_read_only() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "vfork works too: descriptors that the child closes or duplicates leave the parent's files alone."
+/// SEMANTICS: "vfork works too: closing or duplicating descriptors in the child does not affect the parent's files."
 #[test]
 fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
     if !is_there("python3") {
