@@ -322,8 +322,8 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     }
 }
 
-/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s, reports the full drive: the
-/// error names the data dir and the remedy."
+/// SEMANTICS: "If a node has no cached blocks to drop, or its readers hold views of cached blocks for longer than 2 s, the node
+/// reports that the drive is full: the error names the data dir and the remedy."
 #[test]
 fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
     let ground = Ground::new();

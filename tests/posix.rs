@@ -172,8 +172,8 @@ fn sorted_walks(text: &str) -> Vec<&str> {
 /// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
 /// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
 /// kernel file behind the number."
-/// SEMANTICS: "Standard input that comes from the namespace becomes such a kernel file at once, because the C library's own streams
-/// read it."
+/// SEMANTICS: "Standard input that comes from the namespace is copied into such a kernel file at once, because the streams of the
+/// C library read standard input without calling this library."
 /// SEMANTICS: "The working directory may be in the namespace; programs started from there begin there."
 /// SEMANTICS: "mmap works for reading and for private mappings."
 #[test]
@@ -483,8 +483,8 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program in the namespace runs from such a copy, and a script is run by its interpreter; the loader does not find
-/// libraries in the namespace. A static CMD causes a warning."
+/// SEMANTICS: "A program that is itself in the namespace runs from such a copy, and a script is run by its interpreter; the
+/// loader does not find libraries in the namespace. A static CMD causes a warning."
 #[test]
 fn a_static_program_causes_a_warning_and_a_script_in_the_namespace_runs() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());

@@ -395,7 +395,8 @@ mod tests {
         assert!(error.to_string().contains("--stage-in-memory"));
     }
 
-    /// SEMANTICS: "A hard link refers to the file that its target was at that point in the order."
+    /// SEMANTICS: "A hard link refers to the file that is at its target's path when everything before the link has been
+    /// unpacked."
     #[test]
     fn hard_links_refer_to_what_their_target_was_at_that_point() {
         check("f a\nh b a", &["a=0x2", "b=0x2"], 0);
