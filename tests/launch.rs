@@ -39,8 +39,8 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     cluster.ground.assert_clean();
 }
 
-/// SEMANTICS: "A session whose nodes do not all arrive does not start, and leaves nothing behind,
-/// unless `--min-nodes` allows fewer."
+/// SEMANTICS: "If not all nodes of a session arrive, the session does not start, and leaves nothing behind. With --min-nodes,
+/// fewer nodes may be enough."
 #[test]
 fn a_node_that_does_not_join_is_named_in_time() {
     let hosts = Hosts::new();
