@@ -152,8 +152,8 @@ impl PeerBudget {
 
 impl BudgetState {
     /// Counts overdue requests, at most once per interval. A single check proves nothing: when a
-    /// suspended process continues, requests look overdue whose answers have arrived but are still
-    /// unread. Therefore, only several checks in a row count.
+    /// suspended process continues, answers that have arrived are still unread, so their requests
+    /// look overdue. Therefore, only several checks in a row count.
     fn check_overdue(&mut self, region: usize, interval: Duration) {
         let Self { requests, regions, .. } = self;
         let here = regions.entry(region).or_default();
