@@ -45,7 +45,7 @@ pub(crate) enum FromSupervisor {
     /// The server becomes this node. It listens at `listen`, or else at the address of its control
     /// channel.
     JoinAs { node: u16, listen: Option<IpAddr> },
-    /// The server's node already has another server, so the server that gets this message ends.
+    /// The server's node already has a server, so the server that gets this message ends.
     Surplus,
     /// To node 0: connect all nodes, with the transport to try.
     Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
