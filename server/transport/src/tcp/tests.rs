@@ -42,7 +42,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
         got
     });
     let mut results = Vec::new();
-    // A file that is too short by half a frame, an unreadable one, and an intact one.
+    // A file that is half a frame too short, an unreadable one, and an intact one.
     for (file, offset) in [(&good, (1 << 20) + (1 << 19)), (&unreadable, 0), (&good, 0)] {
         let (done, sent) = oneshot::channel();
         let range = FileRange { file: file.clone(), offset, len: 2 << 20, revoked: Arc::new(AtomicBool::new(false)) };
