@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures how long `dayfly up` and `dayfly down` take with 2, 16 and 64 servers on this machine: medians of RUNS (5).
-# It measures `--local`, which starts each server directly, and then `ssh` along the tree, where a shell replaces ssh. The
-# time of a workload manager's own launcher is not included.
+# It measures `--local`, which starts each server directly, and then `ssh` along the tree, with a shell script that
+# stands in for ssh. The time of a workload manager's own launcher is not included.
 # Usage: bench/launch.sh [RUNS]
 # Needs dayfly in PATH.
 set -euo pipefail

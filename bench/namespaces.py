@@ -4,8 +4,8 @@
 usage: bench/namespaces.py [--nodes N] [--rate RATE] [--memory SIZE] [--capacity SIZE] DIR CMD...
 
 Needs root and `dayfly` in PATH. DIR holds the runtime and data folders; its content is deleted first. CMD runs in the namespace of
-node 0 as a process of node 0, with DAYFLY_ADDRESS_K and DAYFLY_PID_K set to the address and the server's process id of node K. --rate limits the traffic
-to node 0, written as for `tc`: 400mbit.
+node 0 as a process of node 0. DAYFLY_ADDRESS_K is set to the address of node K, and DAYFLY_PID_K to the process id of its server.
+--rate limits the traffic to node 0; RATE is written as for `tc`, for example 400mbit.
 """
 
 import argparse, os, shutil, subprocess, sys

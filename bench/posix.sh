@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares the POSIX library with a fresh ext4 file system (on a loop device) that contains the same files. The two are measured in turn; the table
-# shows medians of RUNS. The page cache is warm unless a row says cold.
+# Compares the preload library with a fresh ext4 file system (on a loop device) that contains the same files. The two are measured
+# in turn, and the table shows the medians of RUNS runs. The page cache is warm unless a row says cold.
 # Usage: bench/posix.sh [RUNS] [ENTRIES]
 # Needs root, and dayfly, dayfly-bench and python3 in PATH.
 set -euo pipefail
@@ -73,8 +73,9 @@ done; done
 printf '| %-58s | %12s | %12s |        |\n' "stat outside the prefix, best of 200 passes" "$(median < "$work/a")" "$(median < "$work/b")"
 dayfly down > /dev/null
 
-# Two nodes: samples that the other node holds. Another dataset is read first, so that the arena's memory has already been touched,
-# as it would be a few seconds into a job. Every measured sample is requested for the first time in its session.
+# With two nodes, this measures reads of samples that the other node holds. Another dataset is read first, so that the arena's
+# memory has already been touched, as it would be a few seconds into a job. Every measured sample is requested for the first time
+# in its session.
 dayfly-bench make "$plain/other" --samples 4000 --mean-size 110000 --log-normal 0.5
 for set in small large; do
     mean=$(find "$plain/$set" -type f -printf '%s\n' | awk '{ s += $1 } END { printf "%d", s / NR }')
@@ -82,7 +83,7 @@ for set in small large; do
     for _ in $(seq "$runs"); do
         dayfly up --local 2 --memory 128MiB --data-dir "$mountpoint" > /dev/null
         for one in $set other; do dayfly stage-in "$plain/$one" "/dayfly/$one" 2> /dev/null; done
-        # Samples whose only block is on the other node.
+        # Lists samples whose only block is on the other node.
         sed -n "1,4000s|^|/dayfly/$set/|p" "$work/$set.list" | xargs -n 500 dayfly stat \
             | awk '/File:/ { path = $2 } /Block: .* on node 1$/ { print path }' | sed "s|^/dayfly/$set/||" | sed -n 1,1000p > "$work/far.list"
         dayfly exec --node 1 -- bash -c "find /dayfly/$set -type f -print0 | xargs -0 cat > /dev/null"

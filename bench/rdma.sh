@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Counts what a batch of 64 samples of 110 KB each costs the servers at both ends, over RDMA and over TCP: system calls, and work
 # for the card. It measures no rates, because the rates of Soft-RoCE say nothing about a real card. Needs root, strace, python3 and
-# an RDMA card. This virtual machine emulates a card:
+# an RDMA card. These commands run it in a virtual machine that emulates a card:
 #
 #   cargo build --release && cargo build --release -p dayfly-bench
 #   tests/vm/run -m 3500 -- bench/rdma.sh

@@ -23,7 +23,7 @@ in_session() {
 }
 stage() { dayfly stage-in "$DAYFLY_SET" /dayfly/set >/dev/null 2>&1; dayfly tune --cache off >/dev/null; }
 median() { sort -n | awk '{v[NR]=$1} END {print v[int((NR+1)/2)]}'; }
-# CPU seconds that all servers have used so far.
+# Prints the CPU seconds that all servers have used so far.
 server_cpu() { for pid in $DAYFLY_PID_0 $DAYFLY_PID_1 $DAYFLY_PID_2 $DAYFLY_PID_3; do awk '{print $14+$15}' "/proc/$pid/stat"; done | awk '{s+=$1} END {print s/100}'; }
 tcp() { # prints the bytes/s of one stream
     ip netns exec df1 dayfly-bench stream --listen "$DAYFLY_ADDRESS_1:5201" & local listener=$!
@@ -42,7 +42,8 @@ beside_tcp() {
     awk -v name="$name" -v samples="$(cut -d' ' -f1 "$work_rates" | median)" -v bytes="$(cut -d' ' -f2 "$work_rates" | median)" \
         -v tcp="$(median < "$work_tcp")" 'BEGIN {printf "%-44s %9.0f samples/s %6.2f GB/s; one TCP stream %5.2f GB/s: %.2f\n", name, samples, bytes/1e9, tcp/1e9, bytes/tcp}'
 }
-# Skips the first $1 samples for the rest of the row. Reading them fills the arena once, so that the first touch of its memory is not measured.
+# Reads the first $1 samples, and skips them for the rest of the row. This fills the arena once, so that the first touch of the
+# arena's memory is not measured.
 warm_up() { skip=$1; work_rates=$(mktemp); work_tcp=$(mktemp); dayfly-bench read --batch "$2" --samples "$1" >/dev/null; }
 
 remote_large() {

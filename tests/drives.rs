@@ -98,9 +98,9 @@ fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)>
     (0..files).filter_map(|number| Some((number, read(&view, number, len).err()?))).collect()
 }
 
-/// SEMANTICS: "A drive that returns I/O errors affects only the data that it does not return. Each
-/// chunk is requested twice and then fails alone, with `EIO` and a message that says which node's drive
-/// failed. The node does not count as lost, and stage-ins continue."
+/// SEMANTICS: "A drive that returns I/O errors affects only the data that it does not return. Each chunk that the drive does not
+/// return is requested twice. Then only reads of that chunk fail, with EIO and a message that says which node's drive failed. The
+/// node does not count as lost, and stage-ins continue."
 #[test]
 fn a_drive_with_io_errors_loses_only_its_own_data() {
     const LEN: usize = 100_000;

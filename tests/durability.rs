@@ -198,7 +198,7 @@ fn cached_blocks_whose_sync_failed_are_dropped() {
     }
 }
 
-/// SEMANTICS: "A read whose block was dropped in the meantime notices this and starts over."
+/// SEMANTICS: "If a block is dropped while a process reads it, the read notices this and starts over."
 #[test]
 fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     let len = 300_000;
@@ -287,9 +287,9 @@ fn more(ground: &Ground, name: &str, count: usize) {
     (0..count).for_each(|number| fs::write(ground.at(format!("{name}/{number}")), content(number, 100_000)).unwrap());
 }
 
-/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during a stage-in, each node drops
-/// cached blocks until a sixteenth of the drive's share, at most 256 MiB, is free there for what is written in addition to blocks
-/// (plan, sorted runs, catalog). As long as there are cached blocks, the stage-in's blocks leave that much free."
+/// SEMANTICS: "Cached blocks make way where other users fill the drive's file system. Before and during a stage-in, each node
+/// drops cached blocks until a sixteenth of what the node may take on the drive, at most 256 MiB, is free there for files other
+/// than segments (plan, sorted runs, catalog). As long as there are cached blocks, the stage-in's blocks leave that much free."
 #[test]
 fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     for nodes in [2, 3] {
@@ -322,8 +322,8 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     }
 }
 
-/// SEMANTICS: "A node without cached blocks, or whose readers hold views of them for longer than 2 s, reports the full drive: the
-/// error names the data dir and the remedy."
+/// SEMANTICS: "If a node has no cached blocks to drop, or its readers hold views of cached blocks for longer than 2 s, the node
+/// reports that the drive is full: the error names the data dir and the remedy."
 #[test]
 fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
     let ground = Ground::new();

@@ -154,8 +154,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
 
 /// Commit 2d0daba accepted such bytes, and cached them.
 ///
-/// SEMANTICS: "If that is bad too, the read fails with `EIO`, which names owner, block and both
-/// checksums."
+/// SEMANTICS: "If it is bad again, the read fails with EIO, and the message names the owner, the block and both checksums."
 #[test]
 fn a_connection_that_damages_every_answer_gives_eio_that_names_the_owner_and_nothing_is_cached() {
     let session = staged(false);
@@ -216,9 +215,9 @@ fn a_bit_that_flips_in_the_arena_is_detected_before_the_chunk_is_cached() {
     drop(order);
 }
 
-/// SEMANTICS: "Every reader detects it: `EIO` that names the block and the node, because no other copy
-/// exists."
-/// SEMANTICS: "`--verify-reads` checks the chunks that a read touches,"
+/// SEMANTICS: "Every reader detects it. The read fails with EIO, because no other copy exists, and the message names the block
+/// and the node."
+/// SEMANTICS: "--verify-reads checks the chunks that a read touches."
 #[test]
 fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_verified_reads() {
     for verify_reads in [false, true] {

@@ -39,8 +39,8 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     cluster.ground.assert_clean();
 }
 
-/// SEMANTICS: "A session whose nodes do not all arrive does not start, and leaves nothing behind,
-/// unless `--min-nodes` allows fewer."
+/// SEMANTICS: "If not all nodes of a session arrive, the session does not start, and leaves nothing behind. With --min-nodes,
+/// fewer nodes may be enough."
 #[test]
 fn a_node_that_does_not_join_is_named_in_time() {
     let hosts = Hosts::new();
@@ -473,8 +473,8 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
 
 /// Node 0 looks up the sources. If this machine is not one of the nodes, it cannot check them in advance.
 ///
-/// SEMANTICS: "Node 0 looks up the sources. `run` checks them beforehand if node 0 is this machine, which it is if this machine is
-/// one of the nodes; otherwise the stage-in reports those that are missing."
+/// SEMANTICS: "Node 0 looks up the sources. If the machine that runs run is one of the nodes, it is node 0, and run checks the
+/// sources beforehand. Otherwise the stage-in reports sources that are missing."
 #[test]
 fn run_checks_sources_in_advance_only_if_node_0_is_on_this_machine() {
     let own = nix::unistd::gethostname().unwrap().into_string().unwrap();

@@ -72,8 +72,7 @@ fn churn(view: &View, others: &[(usize, SampleId)]) {
     }
 }
 
-/// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
-/// an error."
+/// SEMANTICS: "If a lease is revoked before the client has delivered the bytes, the client reads them again, without an error."
 #[test]
 fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked() {
     let (cluster, target) = cluster_of_long_names();
@@ -102,8 +101,8 @@ fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked
     assert_eq!(whole, alive.len(), "lost samples are read again");
 }
 
-/// SEMANTICS: "For views that were already delivered, `is_good` returns false and `get` returns
-/// nothing, even in a child that inherited them from a parent that has exited."
+/// SEMANTICS: "If a lease is revoked after the client has delivered a view, is_good returns false and get returns nothing, even
+/// in a child that inherited the view from a parent that has exited."
 #[test]
 fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
     let (cluster, target) = cluster_of_long_names();
@@ -133,8 +132,8 @@ fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
     cluster.down();
 }
 
-/// SEMANTICS: "The 64 MiB window of a segment in which a drive failed under a view is read by `pread`
-/// from then on, so that no later reader takes those zeros for data."
+/// SEMANTICS: "If a drive fails while a view shows bytes on it, the 64 MiB window of the segment around the failure is read by
+/// pread from then on, so that no later reader mistakes the view's zeros for data."
 #[test]
 fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     dayfly_client::fault::install(nix::libc::sigaction).unwrap();
@@ -172,9 +171,9 @@ fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
     cluster.down();
 }
 
-/// SEMANTICS: "While the node's own server is stopped, or hangs as a whole, a read that needs it fails once the server's heartbeat
-/// in shared memory has not advanced for 5 s during which the reader waited. Every further such read fails at once, until the
-/// heartbeat advances again."
+/// SEMANTICS: "While the node's own server is stopped, or hangs as a whole, a read that needs the server fails after it has
+/// waited for 5 s during which the server's heartbeat in shared memory did not advance. Every further such read fails at once,
+/// until the heartbeat advances again."
 #[test]
 fn reads_fail_fast_while_the_nodes_own_server_is_stopped_and_work_again_afterward() {
     let cluster = session(2, &[], &[20_000; 60]);
@@ -377,9 +376,9 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     cluster.down();
 }
 
-/// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders to
-/// release theirs. A batch that is asked releases its leases at its next call and keeps copies. A
-/// process that makes no call for 5 s after that loses its leases, the largest holder first."
+/// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders to release theirs. A batch
+/// that is asked releases its leases at its next call and keeps copies. Processes that make no call for 5 s after that lose their
+/// leases, the largest holder first."
 #[test]
 fn idle_processes_lose_their_leases_to_waiting_requests_and_notice_it() {
     let lens: Vec<usize> = (0..320).map(|number| if number < 300 { 300_000 } else { 4_000_000 }).collect();
@@ -468,8 +467,7 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     assert_eq!(answered, chunks.len());
 }
 
-/// SEMANTICS: "Bytes that a client loses in this way before they are delivered are read again, without
-/// an error."
+/// SEMANTICS: "If a lease is revoked before the client has delivered the bytes, the client reads them again, without an error."
 /// SEMANTICS: "The server revokes the leases of a process that takes no bytes from its socket for 5 s,
 /// because it is stopped or busy elsewhere. The process keeps its connection and continues when it
 /// can."

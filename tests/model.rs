@@ -363,8 +363,8 @@ fn child_of_the_model() {
     fs::write(out, trace(Path::new(root), seed.parse().unwrap())).unwrap();
 }
 
-/// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they
-/// return for a plain directory, except as named below."
+/// SEMANTICS: "The C library's calls with paths and descriptors, in all variants that glibc has, return what they return for a
+/// plain directory, except for the differences below."
 #[test]
 fn random_calls_through_the_library_agree_with_a_plain_directory() {
     let make = |root: &Path| {

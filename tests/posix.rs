@@ -175,15 +175,15 @@ fn sorted_walks(text: &str) -> Vec<&str> {
     lines
 }
 
-/// SEMANTICS: "The C library's calls with paths and descriptors, in glibc's variants, return what they return for a plain
-/// directory, except as named below. A successful call leaves errno unchanged."
+/// SEMANTICS: "The C library's calls with paths and descriptors, in all variants that glibc has, return what they return for a
+/// plain directory, except for the differences below. A successful call leaves errno unchanged."
 /// SEMANTICS: "Descriptors are numbers in the kernel's own table, each the lowest that is free."
 /// SEMANTICS: "Offsets are shared across dup, fork, and exec into other programs."
 /// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
 /// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
 /// kernel file behind the number."
-/// SEMANTICS: "Standard input that comes from the namespace becomes such a kernel file at once, because the C library's own streams
-/// read it."
+/// SEMANTICS: "Standard input that comes from the namespace is copied into such a kernel file at once, because the streams of the
+/// C library read standard input without calling this library."
 /// SEMANTICS: "The working directory may be in the namespace; programs started from there begin there."
 /// SEMANTICS: "mmap works for reading and for private mappings"
 #[test]
@@ -237,7 +237,7 @@ fn the_namespace_is_read_only() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "vfork works too: descriptors that the child closes or duplicates leave the parent's files alone."
+/// SEMANTICS: "vfork works too: closing or duplicating descriptors in the child does not affect the parent's files."
 #[test]
 fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
     if !is_there("python3") {
@@ -493,8 +493,8 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program in the namespace runs from such a copy, and a script is run by its interpreter. A static CMD causes a
-/// warning."
+/// SEMANTICS: "A program that is itself in the namespace runs from such a copy, and a script is run by its interpreter. A static CMD
+/// causes a warning."
 #[test]
 fn a_static_program_causes_a_warning_and_a_script_in_the_namespace_runs() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());

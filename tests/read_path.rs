@@ -231,8 +231,8 @@ fn a_missing_sample_ends_the_batch_or_is_reported() {
     assert!(errors.iter().all(|sample| far.contains(sample)));
 }
 
-/// SEMANTICS: "While the arena is full of leases, requests wait for at most 15 s, first come, first
-/// served. A batch that is larger than the arena comes in parts."
+/// SEMANTICS: "While the arena is full of leased chunks, requests wait for at most 15 s, first come, first served. A batch that
+/// is larger than the arena comes in parts."
 /// SEMANTICS: "A batch gets all of its parts."
 #[test]
 fn batches_larger_than_the_arena_are_served_in_parts_and_nobody_starves() {

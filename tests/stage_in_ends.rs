@@ -274,8 +274,8 @@ fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     cluster.down();
 }
 
-/// SEMANTICS: "A dataset has at most a million directories plus four for each file, counting
-/// directories that no source names, or as many as `--max-directories` allows. More are an error."
+/// SEMANTICS: "A dataset has at most a million directories plus four for each file, counting directories that no source names, or
+/// as many as --max-directories allows. More directories are an error."
 /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
 /// links than fit there are an error."
 fn too_many_directories_or_hard_links_are_an_error() {

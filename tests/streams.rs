@@ -153,8 +153,8 @@ fn closed(command: &Command) -> Command {
     shell
 }
 
-/// SEMANTICS: "If standard output cannot be written, a command that would have succeeded exits with 1
-/// and names standard output; if the reader has gone, it prints nothing about that."
+/// SEMANTICS: "If standard output cannot be written, a command that would have succeeded exits with 1 and names standard output;
+/// if standard output is a pipe whose reader has exited, the command prints nothing about it."
 #[test]
 fn output_that_cannot_be_written_is_an_error_that_names_it() {
     let ground = Ground::new();
@@ -243,8 +243,7 @@ fn command_line_arguments_are_escaped_in_messages() {
     }
 }
 
-/// SEMANTICS: "A session that finds no room for its folder leaves none behind, and its error asks the
-/// user to make room."
+/// SEMANTICS: "A session that finds no room for its folder leaves no folder behind, and its error asks the user to make room."
 #[test]
 fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
     let ground = Ground::new();

@@ -44,8 +44,8 @@ enum Work {
     Stat,
     /// The first call of a process: stat of the first path
     Attach,
-    /// Memory that `files` costs this process alone, in bytes: private pages that it wrote. Pages of a file that only one process
-    /// has mapped also count as private, but are left out here, because they belong to the page cache
+    /// Memory that `files` costs this process alone, in bytes: the private pages that the process wrote. Linux also counts pages of
+    /// a file that only one process has mapped as private; these belong to the page cache and are left out here
     Memory,
 }
 

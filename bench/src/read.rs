@@ -35,7 +35,7 @@ pub(crate) struct Read {
     /// Number of samples to read; all of them if there are fewer
     #[arg(long, default_value_t = 20_000)]
     samples: usize,
-    /// Number of batches in flight while the program looks at one
+    /// Number of further batches in flight while the program works on one
     #[arg(long, default_value_t = 1)]
     ahead: usize,
     /// Number of samples to skip

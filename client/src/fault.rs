@@ -402,9 +402,8 @@ mod tests {
         assert_eq!(buffer[4095], 3);
     }
 
-    /// SEMANTICS: "Views are valid until the batch ends. If the session ends, the dataset is replaced,
-    /// or the drive fails under them, they may show zeros, but never raise SIGBUS, and `is_good`
-    /// returns false."
+    /// SEMANTICS: "Views are valid until the batch ends. If the session ends, the dataset is replaced, or the drive that holds
+    /// the bytes fails, views may show zeros, but never raise SIGBUS, and is_good returns false."
     #[test]
     fn a_view_of_missing_bytes_shows_zeros_and_poisons_its_mapping() {
         install(libc::sigaction).unwrap();

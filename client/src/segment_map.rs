@@ -206,8 +206,8 @@ mod tests {
     use super::*;
     use std::os::unix::fs::FileExt;
 
-    /// SEMANTICS: "The 64 MiB window of a segment in which a drive failed under a view is read by
-    /// `pread` from then on, so that no later reader takes those zeros for data."
+    /// SEMANTICS: "If a drive fails while a view shows bytes on it, the 64 MiB window of the segment around the failure is read
+    /// by pread from then on, so that no later reader mistakes the view's zeros for data."
     #[test]
     fn a_window_with_a_missing_page_is_never_lent_again() {
         fault::install(libc::sigaction).unwrap();

@@ -1,6 +1,6 @@
 import ctypes, sys
 
-# dayfly.h describes these functions; `dayfly exec` and `dayfly run` load the library.
+# dayfly.h describes the functions that follow. `dayfly exec` and `dayfly run` load their library.
 dayfly = ctypes.CDLL(None)
 if not hasattr(dayfly, "dayfly_attach"):
     sys.exit("run this as: dayfly exec -- python3 read_samples.py DATASET SEED EPOCH")
@@ -9,7 +9,7 @@ see_sample = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint64, ct
 
 
 def samples(session, dataset, seed, epoch, rank, ranks):
-    """Yields (path, bytes) of this rank's share of a dataset, reshuffled in each epoch."""
+    """Yields (path, bytes) for each sample of this rank. Each epoch has a new order."""
     paths = []
     collect = see_sample(lambda path, size, context: paths.append(path) or 0)
     number = [ctypes.c_uint64(seed), ctypes.c_uint64(epoch)]

@@ -58,7 +58,7 @@ macro_rules! metrics {
 }
 
 metrics! {
-    "dayfly_reads_total" Counter "source" "Reads of blocks, or of chunks of large blocks, by processes of this node: from its own segment, from cached blocks, from the arena without a message, or by asking the server."
+    "dayfly_reads_total" Counter "source" "Reads of blocks, or of chunks of large blocks, by processes of this node. The source is a block that the node owns, a cached block, the arena without a message, or the server after a request."
         |node| by_source(node, |reads| reads.count);
     "dayfly_read_bytes_total" Counter "source" "Bytes of those reads."
         |node| by_source(node, |reads| reads.bytes);
@@ -78,7 +78,7 @@ metrics! {
         |node| by_owner(node, |owner| owner.requests as f64);
     "dayfly_owner_busy_seconds_total" Counter "owner" "Total time that requests to each owner took."
         |node| by_owner(node, |owner| owner.busy_us as f64 / 1e6);
-    "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes differed from those that were staged in, by where this node found the damage: shipped to it, fetched from an owner, in its arena, in a cached block, or in a block that it owns."
+    "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes differed from those that were staged in. The hop says where this node found the damage: in a block shipped to it, in a chunk fetched from an owner, in its arena, in a cached block, or in a block that it owns."
         |node| HOP_NAMES.iter().zip(node.damaged).map(|(name, count)| ((*name).to_owned(), count as f64)).collect();
     "dayfly_wait_seconds" Gauge "quantile" "How long processes wait for chunks that they ask the server for, since the session began."
         |node| ["0.5", "0.9", "0.99"].iter().zip(node.wait_us).map(|(name, us)| ((*name).to_owned(), us as f64 / 1e6)).collect();

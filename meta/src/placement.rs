@@ -178,10 +178,10 @@ mod tests {
         (0..1000).map(on_nodes).collect()
     }
 
-    /// SEMANTICS: "A hash of a sample's path and of `--seed` chooses its owner, whichever node read it.
-    /// Nodes get shares in proportion to their space. The same seed and the same space distribute the
-    /// same dataset in the same way. Owner and class are independent, by a chi-square test over 1,000
-    /// classes of 100 samples on 8 nodes (plot)."
+    /// SEMANTICS: "A hash of a sample's path and of --seed chooses the sample's owner, whichever node read the sample from its
+    /// source. Nodes get shares in proportion to their space. The same seed and the same space distribute the same dataset in the
+    /// same way. A sample's owner is independent of its class (its directory), by a chi-square test over 1,000 classes of 100
+    /// samples on 8 nodes (plot)."
     #[test]
     fn class_and_node_are_independent() {
         type Name = fn(usize, usize) -> String;

@@ -101,7 +101,7 @@ mod tests {
         assert_eq!(decode::<local::FromClient>(&[]), Err(InvalidMessage));
     }
 
-    /// SEMANTICS: "A damaged message is an error of its request."
+    /// SEMANTICS: "A request whose message arrives damaged fails with an error."
     #[test]
     fn a_flipped_bit_in_a_sealed_message_is_detected() {
         let message = peer::OfferReply::Stored { first_arrival: 7 };

@@ -333,7 +333,7 @@ mod tests {
         assert!(matches!(ingest.store_piece(piece, u64::MAX, 0, &[0; 11]), Err(IngestError::Malformed)));
     }
 
-    /// SEMANTICS: "The owner checks every block before it accepts it, its own worker's blocks too."
+    /// SEMANTICS: "The owner checks every block before it accepts the block, even a block from a worker on its own node."
     #[test]
     fn a_bit_that_flips_before_landing_is_detected_and_none_of_the_batch_is_stored() {
         let (ingest, region, _folder) = ingest(1 << 24);
@@ -357,8 +357,7 @@ mod tests {
         ingest.store_piece(piece, 0, expected, &bytes).unwrap();
     }
 
-    /// SEMANTICS: "A failed sync is not retried, because the second one would succeed and prove
-    /// nothing."
+    /// SEMANTICS: "A failed sync is not retried, because a second sync would succeed and prove nothing."
     #[test]
     fn an_error_of_any_call_fails_the_stage_in_for_good() {
         for call in 0..2 {

@@ -100,8 +100,8 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Out
 /// SEMANTICS: "When `stage-in` returns, the dataset is visible on every node. For a few milliseconds before that, it may be visible
 /// on one node and not yet on another. A node that is cut off during these milliseconds asks node 0 until it learns whether the
 /// dataset is visible everywhere."
-/// SEMANTICS: "Damaged bytes are requested once more; bytes that are damaged twice end the stage-in
-/// with the node's name."
+/// SEMANTICS: "Damaged bytes are requested once more; if they arrive damaged again, the stage-in ends with an error that names
+/// the node."
 #[test]
 fn thousands_of_seeded_sessions_keep_every_promise() {
     let start = Instant::now();

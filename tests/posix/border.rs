@@ -1,4 +1,4 @@
-//! Programs at the border to C: pointers that lead nowhere, and threads that are cancelled.
+//! Programs at the border to C: pointers that lead nowhere, and threads that are canceled.
 
 use std::fs;
 use std::path::Path;
@@ -38,13 +38,13 @@ fn bad_pointers_give_what_they_give_on_a_plain_directory() {
     twin.cluster.down();
 }
 
-/// The number of threads that are cancelled on each node.
+/// The number of threads that are canceled on each node.
 const CANCELS: &str = "10000";
 
-/// SEMANTICS: "A thread may be cancelled (pthread_cancel) in any call: it ends there, or at its next cancellation point if the
+/// SEMANTICS: "A thread may be canceled (pthread_cancel) in any call: it ends there, or at its next cancellation point if the
 /// library is waiting for the server. Reading and opening files of the namespace are cancellation points, as elsewhere."
 #[test]
-fn threads_are_cancelled_in_any_call_and_nothing_is_lost() {
+fn threads_are_canceled_in_any_call_and_nothing_is_lost() {
     let ground = Ground::new();
     let (root, plain) = (ground.at("tree"), ground.at("plain"));
     fs::create_dir(&root).unwrap();
@@ -65,7 +65,7 @@ fn threads_are_cancelled_in_any_call_and_nothing_is_lost() {
         let mut command = cluster.dayfly();
         command.args(["exec", "--node", &node.to_string(), "--"]).arg(&program).arg(CANCELS).args([&root, &plain]);
         let found = output_of(&mut command);
-        let expected = format!("{CANCELS} cancelled, 0 descriptors and 0 lost, some reads\n");
+        let expected = format!("{CANCELS} canceled, 0 descriptors and 0 lost, some reads\n");
         assert_eq!(text(&found.stdout), expected, "node {node}: {}", text(&found.stderr));
         fs::remove_file(ground_fifo(&plain)).unwrap();
     }

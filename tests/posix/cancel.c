@@ -40,7 +40,7 @@ struct Task {
     void (*run)(struct Task *);
     unsigned seed;
     sem_t started;
-    /* Open when the thread is cancelled, or -1. */
+    /* Open when the thread is canceled, or -1. */
     int descriptor;
     FILE *stream;
     DIR *listing;
@@ -54,7 +54,7 @@ static char *path_of(char *room, const char *root, unsigned number) {
     return room;
 }
 
-/* Runs when the thread is cancelled, and uses the library once more. */
+/* Runs when the thread is canceled, and uses the library once more. */
 static void clean(void *argument) {
     struct Task *task = argument;
     struct stat s;
@@ -127,10 +127,10 @@ static void wait_in_accept(struct Task *task) {
     accept(task->descriptor, NULL, NULL);
 }
 
-/* glibc itself loses the descriptor of an open or a close that is cancelled at the wrong moment (its bug 12683). So the threads below
- * cannot be cancelled in calls of the kernel that open or close.
+/* glibc itself loses the descriptor of an open or a close that is canceled at the wrong moment (its bug 12683). So the threads below
+ * cannot be canceled in calls of the kernel that open or close.
  *
- * Opens, reads and closes files of the folder, some of which another node holds, until the thread is cancelled. Between the calls
+ * Opens, reads and closes files of the folder, some of which another node holds, until the thread is canceled. Between the calls
  * nothing else is a cancellation point, so cancellation must take effect in one of them. */
 static void read_files(struct Task *task) {
     char path[PATH_MAX];
@@ -201,7 +201,7 @@ static void list_folder(struct Task *task) {
         pthread_setcancelstate(before, &before);
     }
 }
-/* Sends files. The call itself may not be cancelled, but what comes after it must be. */
+/* Sends files. The call itself may not be canceled, but what comes after it must be. */
 static void send_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -221,7 +221,7 @@ static void send_files(struct Task *task) {
     }
 }
 
-/* Moves files to another file, in calls that glibc lets be cancelled. */
+/* Moves files to another file, in calls that glibc lets be canceled. */
 static void move_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -316,7 +316,7 @@ int main(int count, char **arguments) {
     CHECK(pipe(empty_pipe) == 0 && pipe(full_pipe) == 0 && socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
     fcntl(full_pipe[1], F_SETPIPE_SZ, 4096);
     long reads = 0;
-    /* First in a process that has not used the folder yet: the thread is cancelled while the library attaches. */
+    /* First in a process that has not used the folder yet: the thread is canceled while the library attaches. */
     for (int at = 0; at < 50; at++) {
         pid_t child = fork();
         if (child == 0) {
@@ -336,7 +336,7 @@ int main(int count, char **arguments) {
         if (at % 50 == 0) compare(at / 50);
     }
     for (int number = 0; number < files; number++) compare(number);
-    printf("%d cancelled, %d descriptors and %d lost, %s\n", cancels, count_open() - open_before, lowest_free() - free_before,
+    printf("%d canceled, %d descriptors and %d lost, %s\n", cancels, count_open() - open_before, lowest_free() - free_before,
            reads > 0 ? "some reads" : "no reads");
     return 0;
 }

@@ -231,8 +231,8 @@ fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Node sees what it sees of a plain directory: stat, realpath, require, copyFile, streams, and many reads at a time in
-/// its thread pool."
+/// SEMANTICS: "Node sees what it would see in a plain directory: stat, realpath, require, copyFile, streams, and many reads at a
+/// time in its thread pool."
 #[test]
 fn node_reads_the_namespace_as_a_plain_directory() {
     if !is_there("node") {

@@ -17,7 +17,7 @@
 //! Invariants that hold for every hook:
 //!
 //! - It never panics: work on the namespace runs inside [`crate::fault::answer`]. What unwinds through it is a thread that is
-//!   cancelled in the next library's function, or an exception of a program's callback; so what must be undone after such a
+//!   canceled in the next library's function, or an exception of a program's callback; so what must be undone after such a
 //!   call is undone by a destructor.
 //! - It leaves `errno` as it was, unless it fails.
 //! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.

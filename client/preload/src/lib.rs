@@ -34,7 +34,7 @@
 //!
 //! - A program that does not touch the namespace runs as it would without the library: same results, same `errno`, same
 //!   descriptors.
-//! - Nothing panics into C. The unwinding of a thread that is cancelled passes only through hooks that are waiting in the next
+//! - Nothing panics into C. The unwinding of a thread that is canceled passes only through hooks that are waiting in the next
 //!   library; it never meets `catch_unwind` (see `dayfly_client::cancellation`).
 //! - No pointer of the program is followed before it is known to lead to memory: a bad one gives what the kernel gives.
 //! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.

@@ -144,7 +144,7 @@ pub(crate) fn forget_all() {
 
 #[cfg(target_arch = "x86_64")]
 mod kernel {
-    //! System calls that look at memory for us. They are written out, because they must not set `errno`, be cancelled, or pass
+    //! System calls that look at memory for us. They are written out, because they must not set `errno`, be canceled, or pass
     //! through a hook for `syscall`.
 
     use std::arch::asm;

@@ -362,9 +362,9 @@ mod tests {
         assert_eq!(unpack(script), (expect.iter().map(|line| (*line).to_owned()).collect(), refused), "{script}");
     }
 
-    /// SEMANTICS: "A later file replaces an earlier one, and a directory replaces a file. Nothing replaces a directory that is not
-    /// empty, and nothing can be placed below a path that is not a directory. Archive members that would do so are refused,
-    /// counted, and named in the summary; the rest is staged in, just as tar continues."
+    /// SEMANTICS: "A later file replaces an earlier one, and a directory replaces a file. Nothing replaces a directory that is
+    /// not empty, and nothing can be placed below a path that is not a directory. Archive members that would do so are refused,
+    /// counted, and named in the summary; the rest is staged in, just as tar continues after such a member."
     #[test]
     fn conflicts_are_resolved_as_gnu_tar_resolves_them() {
         check("f a\nf a", &["a=1x1"], 0);
@@ -395,7 +395,8 @@ mod tests {
         assert!(error.to_string().contains("--stage-in-memory"));
     }
 
-    /// SEMANTICS: "A hard link refers to the file that its target was at that point in the order."
+    /// SEMANTICS: "A hard link refers to the file that is at its target's path when everything before the link has been
+    /// unpacked."
     #[test]
     fn hard_links_refer_to_what_their_target_was_at_that_point() {
         check("f a\nh b a", &["a=0x2", "b=0x2"], 0);

@@ -102,7 +102,7 @@ fn remove_all(location: &SessionFolder) -> io::Result<()> {
     let list = fs::read(location.folder.join(data_dir::LIST)).unwrap_or_default();
     data_dir::remove(&data_dir::decode_list(&list));
     if let Ok(key_file) = fs::read(location.folder.join(KEY_FILE_NAME)) {
-        // The file still exists only if its writer was killed.
+        // The file still exists only if the process that wrote it was killed.
         let _ = fs::remove_file(OsStr::from_bytes(&key_file));
     }
     let mut attempts_left = REMOVE_ATTEMPTS_MAX;

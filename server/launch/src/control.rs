@@ -45,11 +45,11 @@ pub(crate) enum FromSupervisor {
     /// The server becomes this node. It listens at `listen`, or else at the address of its control
     /// channel.
     JoinAs { node: u16, listen: Option<IpAddr> },
-    /// Its node already has a server, so this one ends.
+    /// The server's node already has a server, so the server that gets this message ends.
     Surplus,
     /// To node 0: connect all nodes, with the transport to try.
     Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
-    /// To node 0: the transport that all nodes use from then on.
+    /// To node 0: all nodes use this transport from now on.
     Agree(Agreement),
     /// Heartbeat: the session continues.
     Renew,

@@ -187,8 +187,8 @@ pub(crate) fn node_folders(data_dirs: &[PathBuf], session: SessionId, node: u16)
 pub(crate) fn create_and_lock(folders: &[PathBuf]) -> Result<Vec<Flock<File>>, LaunchError> {
     let create = |folder: &PathBuf| {
         let unusable = |source: io::Error| LaunchError::NodeFolder { path: folder.clone(), source };
-        // The user's folder comes first. It is two levels above a node's, and in a shared data dir
-        // anyone may have created it before.
+        // The user's folder comes first. It is two levels above a node's folder. In a shared data
+        // dir, anyone may have created it before.
         let user = folder.ancestors().nth(2).unwrap_or(folder);
         let attempt = || {
             DirBuilder::new().mode(0o700).recursive(true).create(user).map_err(unusable)?;

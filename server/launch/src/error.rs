@@ -131,7 +131,7 @@ pub enum LaunchError {
         /// The launcher's name.
         launcher: &'static str,
     },
-    /// A variable that a job of this manager has is missing.
+    /// A variable is missing that every job of this manager should have.
     #[error("{variable} is not set, so this is not a job of {manager}; name the nodes with --hosts")]
     NoJobVariable {
         /// The environment variable that is not set.
@@ -152,7 +152,7 @@ pub enum LaunchError {
     ManagerList {
         /// The path that the manager gave.
         path: PathBuf,
-        /// The variable that names it.
+        /// The variable that holds this path.
         variable: &'static str,
         /// The error of the operating system.
         source: io::Error,
@@ -172,7 +172,7 @@ pub enum LaunchError {
     CommandFailed {
         /// The command with its arguments.
         command: String,
-        /// Its standard error, or how it ended.
+        /// The command's standard error, or how the command ended.
         reason: String,
         /// What the user can do.
         way_out: &'static str,
@@ -215,7 +215,7 @@ pub enum LaunchError {
     DataDirNotWritable {
         /// The data dir.
         path: PathBuf,
-        /// Its owner and mode, if known, as a clause.
+        /// The data dir's owner and mode, if known, as a clause.
         owner: String,
         /// The error of the operating system.
         source: io::Error,

@@ -1,8 +1,8 @@
 //! Watches the folder of a running session, and ends the session when it disappears.
 //!
 //! Without its folder no process can find the session, and its servers would hold their space
-//! forever. While the folder is there, the watch also renews its times, so that cleaners that
-//! remove old files leave it alone.
+//! forever. While the folder is there, the watch also renews the folder's times, so that cleaners
+//! that remove old files leave the folder alone.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

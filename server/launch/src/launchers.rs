@@ -108,7 +108,7 @@ pub fn launcher_names() -> Vec<&'static str> {
 /// Returns the launcher with this name.
 ///
 /// # Errors
-/// Fails if there is none; the error lists the launchers.
+/// Fails if no launcher has this name; the error lists the launchers.
 pub(crate) fn find(name: &str) -> Result<&'static Launcher, LaunchError> {
     let found = LAUNCHERS.iter().find(|launcher| launcher.name == name);
     found.ok_or_else(|| LaunchError::UnknownLauncher { name: name.to_owned(), known: launcher_names() })

@@ -10,8 +10,8 @@
 //! 3. Each server (`serve`) connects to the supervisor over a sealed control channel (`control`),
 //!    gets its node number, and connects to its peers. The session is up once all have done so.
 //!
-//! From then on the supervisor holds a lease over the servers. When it ends, they end. [`cleanup`]
-//! removes what a session leaves behind; [`preflight`] finds mistakes in a command line before any
+//! From then on the supervisor holds a lease over the servers. When the lease ends, the servers end.
+//! [`cleanup`] removes what a session leaves behind; [`preflight`] finds mistakes in a command line before any
 //! of this starts.
 //!
 //! The crate knows nothing about command lines, and prints nothing: messages for the user go

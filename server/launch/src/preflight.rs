@@ -15,7 +15,7 @@ use dayfly_meta::wire::control::Selection;
 use dayfly_server::StageInError;
 use nix::unistd::{AccessFlags, access};
 
-/// The kernel reads this much of a script's first line.
+/// How many bytes of a script's first line the kernel reads.
 const SCRIPT_LINE_LEN: u64 = 256;
 
 /// A mistake that would cause a failure later.

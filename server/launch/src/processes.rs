@@ -23,7 +23,7 @@ use crate::units::shortened;
 
 /// Lines of output that may wait to be shown.
 const LINES_WAITING_MAX: usize = 256;
-/// Longer lines are cut.
+/// The longest line; longer ones are cut.
 const LINE_LEN_MAX: usize = 4096;
 /// How many of a failed process's last lines are used to explain the failure.
 const LAST_LINES: usize = 5;
@@ -50,7 +50,7 @@ pub(crate) struct LauncherProcesses {
 
 /// Something that a process did.
 pub(crate) enum Event {
-    /// It wrote a line.
+    /// The process wrote a line.
     Line(String),
     /// The process has exited.
     Exit(Exit),
@@ -58,9 +58,9 @@ pub(crate) enum Event {
 
 /// The end of a process.
 pub(crate) struct Exit {
-    /// The hosts whose servers it was to start. With a tree, it may have started only some.
+    /// The hosts whose servers the process was to start. With a tree, it may have started only some.
     pub(crate) hosts: Vec<String>,
-    /// Its last lines of output, or its exit status if it wrote nothing; and what to do.
+    /// The process's last lines of output, or its exit status if it wrote nothing; and what to do.
     pub(crate) reason: String,
 }
 

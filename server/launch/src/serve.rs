@@ -224,7 +224,7 @@ async fn wait_and_serve(
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
     send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
-    // The supervisor waits for other servers and has its own deadline. This one covers a supervisor
+    // The supervisor waits for other servers and has its own deadline. Ours covers a supervisor
     // that has vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
@@ -392,7 +392,7 @@ async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> 
 ///
 /// A manager may signal all job steps some time before the end of the job, so that the user's
 /// command can save its work. That command still reads from the session, so the first signal does
-/// not end it. At the end of the job both the manager and its launcher send the signal, so it
+/// not end the server. At the end of the job both the manager and its launcher send the signal, so it
 /// arrives twice.
 async fn terminated(terminate: &mut Signal, is_job_step: bool) {
     terminate.recv().await;
@@ -404,9 +404,9 @@ async fn terminated(terminate: &mut Signal, is_job_step: bool) {
 
 /// How a supervisor parted from its server, and thus why the server ends.
 enum Parting {
-    /// It ended the session, or the session never began.
+    /// The supervisor ended the session, or the session never began.
     Ended(&'static str),
-    /// It was lost after the session had begun.
+    /// The supervisor was lost after the session had begun.
     Lost(&'static str),
 }
 

@@ -57,8 +57,8 @@ impl RunningSession {
         };
         let (location, lock) = locate::create(&locate::runtime_dir(), session, plan.allocation.job.as_deref())?;
         let noted = match plan.allocation.launcher.input {
-            // If this process is killed while the key file exists, the next cleanup finds it by
-            // this note and removes it.
+            // If this process is killed while the key file exists, the next cleanup finds the key
+            // file by this note and removes it.
             Input::File => locate::write_private(&location.folder.join(KEY_FILE_NAME), key_file.as_os_str().as_bytes()),
             Input::Standard => Ok(()),
         };

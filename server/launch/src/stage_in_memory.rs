@@ -1,7 +1,7 @@
 //! Computes how much memory a server may use for stage-ins.
 //!
-//! The user decides, or else a fixed bound applies, which a small control group lowers. It is never
-//! a share of the machine's memory, because that belongs to the job.
+//! The user decides, or else a fixed bound applies, which a small control group lowers. The bound is
+//! never a share of the machine's memory, because that memory belongs to the job.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -309,9 +309,9 @@ mod tests {
         assert_eq!(one.budget(), Some(Budget { bytes: 2 * MIB, may_wait: false }));
     }
 
-    /// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders
-    /// to release theirs. A batch that is asked releases its leases at its next call and keeps copies.
-    /// A process that makes no call for 5 s after that loses its leases, the largest holder first."
+    /// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders to release theirs. A batch
+    /// that is asked releases its leases at its next call and keeps copies. Processes that make no call for 5 s after that lose
+    /// their leases, the largest holder first."
     #[tokio::test(start_paused = true)]
     async fn clients_are_asked_to_release_first_and_the_largest_then_loses_its_leases() {
         let (ledger, status_page) = ledger();

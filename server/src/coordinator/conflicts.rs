@@ -157,7 +157,8 @@ mod tests {
         Sighting { hash: 7, path: path.as_bytes().to_vec(), source, ticket, content }
     }
 
-    /// SEMANTICS: "Neither equal hashes of different paths nor findings from a discarded attempt end a stage-in."
+    /// SEMANTICS: "Two different paths with equal hashes do not end a stage-in. Nor does a path conflict in which one of the
+    /// samples comes from a discarded attempt."
     #[test]
     fn only_different_samples_of_rivals_that_count_are_a_conflict() {
         let rivalry = |pattern, match_number| Rivalry { pattern, match_number };

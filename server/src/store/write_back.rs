@@ -182,8 +182,7 @@ mod tests {
     use super::failing::Failing;
     use super::*;
 
-    /// SEMANTICS: "A failed sync is not retried, because the second one would succeed and prove
-    /// nothing."
+    /// SEMANTICS: "A failed sync is not retried, because a second sync would succeed and prove nothing."
     #[test]
     fn after_an_error_of_any_call_every_later_sync_fails() {
         let file = tempfile::tempfile().unwrap();

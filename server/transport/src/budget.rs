@@ -94,7 +94,7 @@ impl Denied {
     }
 }
 
-/// A request's share of the budget, returned when it is dropped. The owner of the request's slots keeps it.
+/// A request's share of the budget. Dropping the share returns it. The owner of the request's slots keeps the share.
 pub(crate) struct BudgetShare {
     budget: Arc<PeerBudget>,
     number: u64,
@@ -151,9 +151,9 @@ impl PeerBudget {
 }
 
 impl BudgetState {
-    /// Counts overdue requests, at most once per interval. Only several checks in a row count: a
-    /// process that was suspended finds at first that time has passed and that the answers, which
-    /// have arrived, are still unread.
+    /// Counts overdue requests, at most once per interval. A single check proves nothing: when a
+    /// suspended process continues, answers that have arrived are still unread, so their requests
+    /// look overdue. Therefore, only several checks in a row count.
     fn check_overdue(&mut self, region: usize, interval: Duration) {
         let Self { requests, regions, .. } = self;
         let here = regions.entry(region).or_default();
@@ -219,7 +219,7 @@ mod tests {
         assert_eq!(take(&budget, &region, 1, SHORT).await.err(), Some(Denied::Late), "its share is used up");
         assert!(take(&budget, &other, 1 << 20, SHORT).await.is_ok(), "every region has a share of its own");
         assert!(budget.take(&[], &Progress::new(), SHORT).await.is_ok());
-        // A waiting request gets the room that another returns.
+        // A waiting request gets the room that another request returns.
         let waiting = take(&budget, &region, 1 << 20, LONG);
         tokio::pin!(waiting);
         assert!(timeout(SHORT, &mut waiting).await.is_err());

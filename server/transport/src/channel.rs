@@ -76,7 +76,8 @@ impl Sender {
 }
 
 impl Receiver {
-    /// Receives the next message. This is not cancellation-safe: a dropped future loses the part of a message that it has read.
+    /// Receives the next message. This is not cancellation-safe: dropping the future loses what it has read of the
+    /// message.
     ///
     /// # Errors
     /// The channel has ended or failed, or the message is too long.

@@ -61,7 +61,7 @@ pub enum TransportError {
         /// Bytes of memory that these requests hold.
         bytes: u64,
     },
-    /// The message has this many bytes, which is more than a message may have. This is a bug in the caller.
+    /// The message is longer than a message may be: it has this many bytes. This is a bug in the caller.
     #[error("a message of {0} bytes is too long")]
     TooLong(usize),
 }

@@ -25,7 +25,7 @@
 //!
 //! # What this crate does not know
 //! - Catalogs, datasets, samples and blocks: messages are bytes, and a [`Service`] gives them their meaning.
-//! - Membership: its users supply the nodes and addresses.
+//! - Membership: the users of this crate supply the nodes and addresses.
 //!
 //! In turn, nothing above this crate knows whether bytes went over TCP or RDMA.
 //!

@@ -17,8 +17,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use offset_allocator::{Allocation, Allocator};
 use tokio::sync::Notify;
 
-/// Number of slots that every region may have. The allocator takes 28 bytes for each of them from the start. Large regions may have
-/// more, one for every 2 KiB, because they are shared by many small pieces.
+/// Number of slots that every region may have. The allocator takes 28 bytes for each slot from the start. A large region may have
+/// more slots, one for every 2 KiB, because many small pieces share it.
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 

@@ -39,7 +39,7 @@ pub struct Port {
     pub is_ethernet: bool,
     /// Largest packet in bytes.
     pub packet_len: u32,
-    /// Its address in text form: an IP address (RoCE) or a LID (InfiniBand).
+    /// The port's address in text form: an IP address (RoCE) or a LID (InfiniBand).
     pub address: String,
 }
 

@@ -1,5 +1,6 @@
 //! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk bytes.
-//! The session's key authenticates each link; after the handshake it carries plain text, or sealed frames if the user asked for it.
+//! The session's key authenticates each link. After the handshake the link carries plain text, or sealed frames if the
+//! user asked for encryption.
 //!
 //! # Parts
 //! - Dialing side: `connection` sends requests to one peer; `links` watches all links to it and replaces those that fail;

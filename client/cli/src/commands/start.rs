@@ -35,8 +35,8 @@ pub(super) fn start_log(filter: Option<&str>) {
 
 /// Starts a session. Returns `None` if a signal interrupted the start.
 pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) -> Result<Option<RunningSession>, Failure> {
-    let (cancel, cancelled) = oneshot::channel();
-    let mut starting = tokio::task::spawn_blocking(move || RunningSession::start(plan, cancelled));
+    let (cancel, canceled) = oneshot::channel();
+    let mut starting = tokio::task::spawn_blocking(move || RunningSession::start(plan, canceled));
     tokio::select! {
         started = &mut starting => Ok(Some(started.map_err(Failure::new)??)),
         _ = interruptions.next() => {

@@ -79,7 +79,7 @@ hook! {
 }
 
 /// Our descriptors in the program's array, by index. When this is dropped they are back there, with what a file is ready for, even
-/// if the thread is cancelled.
+/// if the thread is canceled.
 struct TakenFromArray<'a> {
     descriptors: FromC<'a, *mut pollfd>,
     ours: Vec<(usize, pollfd)>,
@@ -116,7 +116,7 @@ fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce
     if found < 0 { found } else { found + ready }
 }
 
-/// Our numbers in the program's sets. They are back there when this is dropped, even if the thread is cancelled.
+/// Our numbers in the program's sets. They are back there when this is dropped, even if the thread is canceled.
 struct TakenFromSets<'a> {
     sets: [Set<'a>; 3],
     ours: [Vec<RawFd>; 3],

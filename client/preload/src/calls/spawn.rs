@@ -278,7 +278,7 @@ fn with_directory<R>(call: impl FnOnce() -> R) -> R {
     call()
 }
 
-/// Removes a variable from the environment when dropped, even if the thread is cancelled.
+/// Removes a variable from the environment when dropped, even if the thread is canceled.
 struct Unset(CString);
 
 impl Drop for Unset {

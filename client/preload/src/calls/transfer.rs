@@ -202,7 +202,7 @@ struct Replaced<'a> {
     _copy: File,
 }
 
-/// The copies in a message. Our descriptors stand there again when this is dropped, even if the thread is cancelled.
+/// The copies in a message. Our descriptors stand there again when this is dropped, even if the thread is canceled.
 struct Restored<'a>(Vec<Replaced<'a>>);
 
 impl Drop for Restored<'_> {

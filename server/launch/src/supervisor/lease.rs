@@ -89,11 +89,11 @@ fn report_loss(notices: &Notices, member: &str, reason: &str) {
 
 /// How a server leaves the session.
 enum Departure {
-    /// It was asked to end.
+    /// The server was asked to end.
     Ended,
-    /// It cannot continue, and the session cannot continue without what it lacks.
+    /// The server cannot continue, and the session cannot continue without what it lacks.
     Failed(String),
-    /// Its control channel broke.
+    /// The server's control channel broke.
     Lost(String),
 }
 

@@ -58,13 +58,13 @@ pub(crate) struct StartRequest {
 /// A server that has said hello but has no node number yet.
 struct JoiningServer {
     host: String,
-    /// Whether it runs on this machine.
+    /// Whether the server runs on this machine.
     is_here: bool,
     sender: Sender,
     receiver: Receiver,
-    /// This end of its control channel.
+    /// This end of the server's control channel.
     local: IpAddr,
-    /// The server's end of its control channel.
+    /// The server's end of that channel.
     remote: IpAddr,
 }
 

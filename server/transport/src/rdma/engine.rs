@@ -26,7 +26,7 @@ use super::queue::{Action, Completions, QueuePair, Receives, Remote, Work};
 use super::verbs::{WC_WITH_IMM, Wc};
 use crate::region::Slot;
 
-/// The thread keeps polling for this long after the last activity before it sleeps, because a wake-up takes about as long.
+/// How long the thread keeps polling after the last activity before it sleeps. A wake-up takes about as long.
 const SPIN: Duration = Duration::from_micros(20);
 /// The longest wait for the work of a failed queue pair. When it is over, the queue pair is
 /// destroyed, and the card no longer touches the memory of that work.
@@ -49,8 +49,8 @@ const FATAL: [u32; 3] = [0, 8, 14];
 pub(super) trait Events: Send {
     /// Called when a message has arrived. An error, which says what is wrong with the message, ends the queue pair.
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// Called when the peer has completed a write into this node's memory, with the number that it attached. An error ends the
-    /// queue pair.
+    /// Called when the peer has completed a write into this node's memory, with the number that the peer attached. An error ends
+    /// the queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
     /// Called when the queue pair has been destroyed and no more bytes can land through it.
     fn on_end(&mut self, reason: &str);

@@ -100,9 +100,9 @@ pub(super) struct LinkMonitor {
 /// The history of one link.
 struct LinkHistory {
     began: Instant,
-    /// Number of times that the link ended without a good life in between.
+    /// How often in a row the link ended soon after it was dialed.
     failures: u32,
-    /// Number of checks in a row that found it silent while others were not.
+    /// Number of checks in a row that found the link silent while other links were not.
     silent_checks: u32,
 }
 

@@ -42,7 +42,7 @@ async fn a_file_that_fails_while_the_kernel_sends_it_does_not_end_the_stream() {
         got
     });
     let mut results = Vec::new();
-    // A file that is too short by half a frame, an unreadable one, and an intact one.
+    // A file that is half a frame too short, an unreadable one, and an intact one.
     for (file, offset) in [(&good, (1 << 20) + (1 << 19)), (&unreadable, 0), (&good, 0)] {
         let (done, sent) = oneshot::channel();
         let range = FileRange { file: file.clone(), offset, len: 2 << 20, revoked: Arc::new(AtomicBool::new(false)) };
@@ -117,9 +117,9 @@ async fn a_stream_fails(purpose: Purpose, stream: usize, state: StreamState) {
     assert!(region.slot_within(63 << 20, TIMEOUT).await.is_some());
 }
 
-/// SEMANTICS: "A dead connection between two nodes that have others (a failed member of a bundle of links, a lost firewall entry)
-/// is detected within about 2.5 s and replaced. Reads that are waiting on it move to another connection, and no reader sees an
-/// error."
+/// SEMANTICS: "A dead connection (for example, after a member of a bundle of links fails or a firewall loses an entry) is
+/// detected within about 2.5 s and replaced, if other connections between the two nodes still work. Reads that are waiting on the
+/// dead connection move to another one, and no reader sees an error."
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_dead_link_is_replaced_and_no_reader_notices() {
     for purpose in [Purpose::Peer, Purpose::SealedPeer] {
@@ -186,9 +186,9 @@ impl Service for Hung {
 /// `docs/SEMANTICS.md`: a node whose drive hangs takes a bounded part of the others' memory; data on healthy nodes is read as
 /// usual.
 ///
-/// SEMANTICS: "A drive that hangs costs readers of its data one request's deadline, and after that no
-/// time: the node gets no further requests until it answers, and the error says so. Meanwhile it
-/// occupies at most a quarter of each other node's arena."
+/// SEMANTICS: "A drive that hangs costs readers of its data one request's deadline, and after that no time: the drive's node gets
+/// no further requests until it answers, and the error says so. Meanwhile, requests to that node occupy at most a quarter of each
+/// other node's arena."
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still_read() {
     let (ours, _) = tcp(0).await;
