@@ -9,6 +9,8 @@
 mod answers;
 #[path = "posix/border.rs"]
 mod border;
+#[path = "posix/handoffs.rs"]
+mod handoffs;
 mod harness;
 #[path = "posix/loaders.rs"]
 mod loaders;
