@@ -12,6 +12,8 @@ mod border;
 #[path = "posix/handoffs.rs"]
 mod handoffs;
 mod harness;
+#[path = "posix/jumps.rs"]
+mod jumps;
 #[path = "posix/loaders.rs"]
 mod loaders;
 #[path = "posix/programs.rs"]

@@ -105,7 +105,7 @@ pub(crate) fn prepare_fork() {
 
 /// Puts kernel copies in place of all numbers of ours that another program would inherit.
 pub(crate) fn hand_over_all() -> Result<(), Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let Some(view) = known_view() else { return Ok(()) };
     let child = vfork::child();
     for number in candidates(child) {
@@ -148,7 +148,7 @@ pub(crate) fn give_kernel_file(view: &View, number: RawFd) -> Result<(), Fault> 
 /// Puts an empty directory in place of a number of ours that names a directory, so that the kernel refuses to read it as it refuses
 /// for any directory.
 fn put_directory(description: &Reference, number: RawFd, flags: i32) -> Result<(), Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     if description.offset.kernel_copy().is_none() {
         let directory = nowhere::open(0).ok_or(libc::EIO)?;
         // Never filled, because this process lists its own records: it is what the table expects at the number from now on.
@@ -163,7 +163,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
     if is_small() {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let before = memory::errno();
         // A file that cannot be copied now gives its error to the program when it reads.
         let _ = give_kernel_file(view, number);
@@ -174,7 +174,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
 /// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
 /// child.
 pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let description = match child {
         Some(child) => table::find_at_home(vfork::source_of(child, number)),
         None => table::find(number),
@@ -234,6 +234,7 @@ fn put_flags(copy: &File, flags: i32) {
 
 /// Gives a description's kernel copy, if there is one, the description's flags.
 pub(crate) fn copy_flags(description: &Reference) {
+    let _deferral = cancellation::uninterrupted();
     if let Some(copy) = description.offset.kernel_copy().and_then(|copy| copy.get().ok()) {
         put_flags(&copy, description.flags.load(Ordering::Acquire));
     }
@@ -242,7 +243,7 @@ pub(crate) fn copy_flags(description: &Reference) {
 /// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. For a directory,
 /// this is one in which nothing is. `None` if the number is not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let Some(description) = table::find(number) else { return Ok(None) };
     let view = view()?;
     if let Object::Place(Place::File(file)) = &description.object {

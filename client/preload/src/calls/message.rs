@@ -143,7 +143,7 @@ impl Control {
         if !places.iter().any(|place| table::is_ours(unsafe { place.read_unaligned() })) {
             return Ok(None);
         }
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         for place in places {
             // SAFETY: as above.
             let copy = exec_handoff::for_another_process(unsafe { place.read_unaligned() }).map_err(|fault| match fault {
@@ -167,7 +167,7 @@ impl Control {
 
 impl Drop for Control {
     fn drop(&mut self) {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         self.copies.clear();
     }
 }

@@ -91,7 +91,7 @@ hook! {
 
     fn chdir(path: FromC<*const c_char>) -> c_int {
         let ours = |view: &View, path: &[u8]| {
-            let _deferral = cancellation::defer();
+            let _deferral = cancellation::uninterrupted();
             enter(view.open_directory(path)?.path().to_vec());
             Ok(0)
         };

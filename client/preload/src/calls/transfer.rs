@@ -10,7 +10,7 @@ use super::descriptor::ioctl;
 use super::hook;
 use super::poll::poll;
 use crate::attach::view;
-use crate::fault::{Fault, answer};
+use crate::fault::answer;
 use crate::memory::{self, FromC, fail};
 use crate::next;
 use crate::table::{self, Reference};
@@ -26,7 +26,7 @@ hook! {
     fn sendfile | sendfile64 (to: c_int, from: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
         match table::find(from) {
             None => sendfile::next(to, from, offset, count),
-            Some(open) => answer(|| transfer(&open, offset, to, FromC::<*mut off_t>::null(), count)),
+            Some(open) => transfer(&open, offset, to, FromC::<*mut off_t>::null(), count),
         }
     }
 
@@ -45,7 +45,7 @@ hook! {
             Some(_) if flags != 0 => fail(libc::EINVAL),
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, to, to_offset, len))
+                transfer(&open, from_offset, to, to_offset, len)
             }
         }
     }
@@ -80,57 +80,66 @@ hook! {
 }
 
 /// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.
-/// Returns the number of bytes written.
-fn transfer(
-    open: &Reference,
-    from_offset: FromC<*mut off_t>,
-    to: RawFd,
-    to_offset: FromC<*mut off_t>,
-    len: usize,
-) -> Result<isize, Fault> {
-    let file = open.file()?;
-    let view = view()?;
-    let given = from_offset.get_if_given()?;
-    let start = match given {
-        Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
-        None => open.offset.load(),
-    };
-    let mut at_target = to_offset.get_if_given()?;
-    let len = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
-    let mut buffer = vec![0; len.min(CHUNK_LEN)];
+/// Returns the number of bytes written. A write may wait for long, so it is outside of `answer`: signal handlers run meanwhile.
+fn transfer(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, to_offset: FromC<*mut off_t>, len: usize) -> isize {
+    let before = memory::errno();
+    let (mut start, mut rest, mut given, mut at_target) = (0, 0, None, None);
+    let begun = answer(|| {
+        let file = open.file()?;
+        view()?;
+        given = from_offset.get_if_given()?;
+        start = match given {
+            Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
+            None => open.offset.load(),
+        };
+        at_target = to_offset.get_if_given()?;
+        rest = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
+        Ok(0)
+    });
+    if begun < 0 {
+        return -1;
+    }
+    let mut buffer = vec![0; rest.min(CHUNK_LEN)];
     let mut done = 0;
-    while done < len {
-        let count = (len - done).min(CHUNK_LEN);
-        let count = match view.read_at(file, start + done as u64, &mut buffer[..count]) {
-            Ok(count) => count,
-            Err(_) if done > 0 => break,
-            Err(error) => return Err(error.into()),
-        };
-        let written = match at_target {
-            Some(offset) => next::write_bytes_at(to, &buffer[..count], offset),
-            None => next::write_bytes(to, &buffer[..count]),
-        };
+    while done < rest {
+        let part = &mut buffer[..(rest - done).min(CHUNK_LEN)];
+        let count = answer(|| Ok(view()?.read_at(open.file()?, start + done as u64, part)? as isize));
+        let written = if count < 0 { -1 } else { write_at(to, &part[..count as usize], at_target) };
         match usize::try_from(written) {
             Ok(written) => {
                 done += written;
                 at_target = at_target.map(|offset| offset + written as off_t);
-                if written < count {
+                if written < part.len() {
                     break;
                 }
             }
             // The program learns how much was written; the next call fails.
             Err(_) if done > 0 => break,
-            Err(_) => return Err(Fault::Errno(memory::errno())),
+            Err(_) => return -1,
         }
     }
-    match given {
-        Some(offset) => from_offset.put(offset + done as off_t)?,
-        None => open.offset.store(start + done as u64),
-    }
-    if let Some(offset) = at_target {
-        to_offset.put(offset)?;
-    }
-    Ok(done as isize)
+    memory::set_errno(before);
+    answer(|| {
+        match given {
+            Some(offset) => from_offset.put(offset + done as off_t)?,
+            None => open.offset.store(start + done as u64),
+        }
+        if let Some(offset) = at_target {
+            to_offset.put(offset)?;
+        }
+        Ok(done as isize)
+    })
+}
+
+/// Writes, at an offset if one is given. The system call is made by number, because the C library's functions are cancellation points,
+/// and `sendfile` is none.
+fn write_at(to: RawFd, bytes: &[u8], offset: Option<off_t>) -> isize {
+    let (start, len) = (bytes.as_ptr().addr(), bytes.len());
+    let written = match offset {
+        Some(offset) => next::syscall(libc::SYS_pwrite64, to as usize, start, len, offset as usize, 0, 0),
+        None => next::syscall(libc::SYS_write, to as usize, start, len, 0, 0, 0),
+    };
+    written as isize
 }
 
 /// Returns whether a descriptor of the kernel is open for writing.
