@@ -73,7 +73,9 @@ pub fn uninterrupted() -> Deferral {
     let handled = HANDLED.load(Ordering::Relaxed);
     // First, so that no handler jumps while cancellation is off.
     let mask = if handled == 0 { None } else { raw_call::change_mask(libc::SIG_BLOCK, handled) };
-    Deferral { mask, ..defer() }
+    let mut deferral = defer();
+    deferral.mask = mask;
+    deferral
 }
 
 impl Drop for Deferral {
@@ -98,12 +100,16 @@ mod tests {
     }
 
     #[test]
-    fn signals_with_handlers_wait_until_the_outermost_deferral_ends() {
+    fn cancellation_and_handlers_wait_until_the_outermost_deferral_ends() {
         for number in [libc::SIGUSR2, libc::SIGSEGV, -1, 65] {
             note_handler(number);
         }
         let outer = uninterrupted();
         let inner = uninterrupted();
+        let mut state = 0;
+        // SAFETY: sets what is set already.
+        unsafe { pthread_setcancelstate(DISABLE, &raw mut state) };
+        assert_eq!(state, DISABLE);
         assert!(is_blocked(libc::SIGUSR2) && !is_blocked(libc::SIGSEGV) && !is_blocked(libc::SIGUSR1));
         drop(inner);
         assert!(is_blocked(libc::SIGUSR2));
