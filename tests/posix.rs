@@ -9,7 +9,11 @@
 mod answers;
 #[path = "posix/border.rs"]
 mod border;
+#[path = "posix/handoffs.rs"]
+mod handoffs;
 mod harness;
+#[path = "posix/jumps.rs"]
+mod jumps;
 #[path = "posix/loaders.rs"]
 mod loaders;
 #[path = "posix/programs.rs"]

@@ -149,6 +149,8 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/calls/kernel_reads.rs",
         "client/preload/src/calls/loader.rs",
         "client/preload/src/calls/map.rs",
+        "client/preload/src/calls/message.rs",
+        "client/preload/src/calls/poll.rs",
         "client/preload/src/calls/scan.rs",
         "client/preload/src/calls/signal.rs",
         "client/preload/src/calls/spawn.rs",

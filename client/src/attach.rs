@@ -84,7 +84,7 @@ impl Session {
     ///
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
@@ -167,7 +167,7 @@ impl Session {
 
     #[cold]
     fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
         let (generation, all) = self.list(&known)?;
         // If the session ended in the meantime, the list is empty, which does not mean that there was no dataset.
@@ -221,7 +221,7 @@ impl Session {
         if !self.is_own_process() {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let is_restored = self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut is_restored = false;
@@ -288,7 +288,7 @@ impl Session {
     ///
     /// If the server rejects the order or does not answer.
     pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order<'_>, ClientError> {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let mut socket = self.take_socket()?;
         let mut order = order.into_iter().peekable();
         loop {
@@ -310,7 +310,7 @@ impl Session {
         &self,
         operation: impl FnOnce(&mut Socket) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let mut socket = self.take_socket()?;
         let result = operation(&mut socket);
         // After a failure, a late answer may still arrive on the connection, so no other request

@@ -6,8 +6,19 @@
 //! takes effect at the thread's next cancellation point after that.
 //!
 //! Paths that make no system call hold none, because it costs about 10 ns.
+//!
+//! # Handlers that jump
+//!
+//! A signal handler may leave by `siglongjmp`, and then the interrupted call never continues. A connection, a count of users or the
+//! deferral itself would stay as it was for good. So where such things are held, handlers wait too ([`uninterrupted`]): the signals
+//! for which the program has set handlers are blocked, and arrive right afterward. Programs without handlers pay one load for that.
 
 use std::ffi::c_int;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::libc;
+
+use crate::raw_call;
 
 /// C's `PTHREAD_CANCEL_DISABLE`.
 const DISABLE: c_int = 1;
@@ -20,6 +31,30 @@ unsafe extern "C" {
 pub struct Deferral {
     /// What the program had set before.
     before: c_int,
+    /// The thread's mask of signals, if it was changed.
+    mask: Option<u64>,
+}
+
+/// The signals for which the program has set handlers, one bit each.
+static HANDLED: AtomicU64 = AtomicU64::new(0);
+/// Signals that are never blocked: those that an instruction raises, for which the kernel would end the process, and SIGABRT.
+const NEVER_BLOCKED: u64 = bit(libc::SIGBUS)
+    | bit(libc::SIGSEGV)
+    | bit(libc::SIGILL)
+    | bit(libc::SIGFPE)
+    | bit(libc::SIGTRAP)
+    | bit(libc::SIGSYS)
+    | bit(libc::SIGABRT);
+
+const fn bit(number: c_int) -> u64 {
+    1 << (number - 1)
+}
+
+/// Learns that the program is about to set a handler for a signal.
+pub fn note_handler(number: c_int) {
+    if (1..=64).contains(&number) {
+        HANDLED.fetch_or(bit(number) & !NEVER_BLOCKED, Ordering::Relaxed);
+    }
 }
 
 /// Defers cancellation of this thread until the result is dropped. Deferrals may nest.
@@ -28,7 +63,19 @@ pub fn defer() -> Deferral {
     let mut before = 0;
     // SAFETY: a live integer for the old state. The call is async-signal-safe and cannot fail with this state.
     unsafe { pthread_setcancelstate(DISABLE, &raw mut before) };
-    Deferral { before }
+    Deferral { before, mask: None }
+}
+
+/// Defers cancellation of this thread, and the program's signal handlers on it, until the result is dropped. Do not wait for anything
+/// but the server meanwhile, and start no other program, which would inherit the mask.
+#[must_use]
+pub fn uninterrupted() -> Deferral {
+    let handled = HANDLED.load(Ordering::Relaxed);
+    // First, so that no handler jumps while cancellation is off.
+    let mask = if handled == 0 { None } else { raw_call::change_mask(libc::SIG_BLOCK, handled) };
+    let mut deferral = defer();
+    deferral.mask = mask;
+    deferral
 }
 
 impl Drop for Deferral {
@@ -36,5 +83,37 @@ impl Drop for Deferral {
         let mut ours = 0;
         // SAFETY: a state that the same function returned, and a live integer.
         unsafe { pthread_setcancelstate(self.before, &raw mut ours) };
+        // Last: what has been waiting arrives here.
+        if let Some(mask) = self.mask {
+            raw_call::change_mask(libc::SIG_SETMASK, mask);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns whether this thread blocks a signal.
+    fn is_blocked(number: c_int) -> bool {
+        raw_call::change_mask(libc::SIG_BLOCK, 0).unwrap() & bit(number) != 0
+    }
+
+    #[test]
+    fn cancellation_and_handlers_wait_until_the_outermost_deferral_ends() {
+        for number in [libc::SIGUSR2, libc::SIGSEGV, -1, 65] {
+            note_handler(number);
+        }
+        let outer = uninterrupted();
+        let inner = uninterrupted();
+        let mut state = 0;
+        // SAFETY: sets what is set already.
+        unsafe { pthread_setcancelstate(DISABLE, &raw mut state) };
+        assert_eq!(state, DISABLE);
+        assert!(is_blocked(libc::SIGUSR2) && !is_blocked(libc::SIGSEGV) && !is_blocked(libc::SIGUSR1));
+        drop(inner);
+        assert!(is_blocked(libc::SIGUSR2));
+        drop(outer);
+        assert!(!is_blocked(libc::SIGUSR2));
     }
 }

@@ -10,7 +10,7 @@ use std::marker::PhantomData;
 use std::ops::Deref;
 use std::ptr::null_mut;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use crate::thread_number;
 
@@ -28,14 +28,20 @@ pub struct Current<T> {
     value: AtomicPtr<T>,
     /// A value that a reader uses without a counted reference, or null.
     slots: [Line<T>; LINES],
+    /// Readers that found no free slot and are about to make a counted reference. Nobody drops a value meanwhile.
+    counting: AtomicUsize,
     owns: PhantomData<Arc<T>>,
 }
+
+/// How long a thread that replaces the value waits for readers that are making a reference, which takes them a few instructions. If
+/// one of them never continues, because a signal handler jumped out of it, the old value stays in memory.
+const PATIENCE_TURNS: usize = 1000;
 
 /// A value that was current when it was read, and that stays alive as long as this does.
 pub struct InUse<'a, T> {
     value: *mut T,
-    /// The slot that holds the value, unless it is cleared: then this is a counted reference.
-    slot: &'a AtomicPtr<T>,
+    /// The slot that holds the value, unless it is cleared or missing: then this is a counted reference.
+    slot: Option<&'a AtomicPtr<T>>,
 }
 
 // SAFETY: like an `Arc` that is moved to another thread; a slot may be cleared by any thread.
@@ -47,7 +53,7 @@ impl<T> Current<T> {
     /// Creates a place without a value.
     pub const fn none() -> Self {
         let slots = [const { Line([const { AtomicPtr::new(null_mut()) }; SLOTS]) }; LINES];
-        Self { value: AtomicPtr::new(null_mut()), slots, owns: PhantomData }
+        Self { value: AtomicPtr::new(null_mut()), slots, counting: AtomicUsize::new(0), owns: PhantomData }
     }
 
     /// Returns the current value.
@@ -57,15 +63,15 @@ impl<T> Current<T> {
         if value.is_null() {
             return None;
         }
-        let slot = self.announce(value);
+        let Some(slot) = self.announce(value) else { return self.count_reference() };
         loop {
             let now = self.value.load(Ordering::SeqCst);
             if now == value {
-                return Some(InUse { value, slot });
+                return Some(InUse { value, slot: Some(slot) });
             }
             // If the slot has been cleared, this reader has a reference to the old value, which is good enough.
             if slot.compare_exchange(value, now, Ordering::SeqCst, Ordering::SeqCst).is_err() {
-                return Some(InUse { value, slot });
+                return Some(InUse { value, slot: Some(slot) });
             }
             if now.is_null() {
                 return None;
@@ -74,25 +80,37 @@ impl<T> Current<T> {
         }
     }
 
-    /// Puts a value into a free slot.
+    /// Puts a value into a free slot, if there is one.
     #[inline]
-    fn announce(&self, value: *mut T) -> &AtomicPtr<T> {
+    fn announce(&self, value: *mut T) -> Option<&AtomicPtr<T>> {
         let first = thread_number::spread(LINES);
         let slot = &self.slots[first].0[0];
-        if Self::take(slot, value) { slot } else { self.announce_elsewhere(first, value) }
+        if Self::take(slot, value) { Some(slot) } else { self.announce_elsewhere(first, value) }
     }
 
     #[cold]
-    fn announce_elsewhere(&self, first: usize, value: *mut T) -> &AtomicPtr<T> {
-        loop {
-            let lines = self.slots[first..].iter().chain(&self.slots[..first]);
-            let mut slots = lines.flat_map(|line| &line.0);
-            if let Some(slot) = slots.find(|slot| slot.load(Ordering::Relaxed).is_null() && Self::take(slot, value)) {
-                return slot;
-            }
-            // As many threads as there are slots use the value now; they do not wait for this one.
-            std::thread::yield_now();
+    fn announce_elsewhere(&self, first: usize, value: *mut T) -> Option<&AtomicPtr<T>> {
+        let lines = self.slots[first..].iter().chain(&self.slots[..first]);
+        let mut slots = lines.flat_map(|line| &line.0);
+        slots.find(|slot| slot.load(Ordering::Relaxed).is_null() && Self::take(slot, value))
+    }
+
+    /// Returns the current value with a counted reference. Many threads use it now, or readers have left their slots taken, because
+    /// signal handlers jumped out of them. So this also gives each of them a reference in place of its slot, which is free again.
+    #[cold]
+    fn count_reference(&self) -> Option<InUse<'_, T>> {
+        self.counting.fetch_add(1, Ordering::SeqCst);
+        let value = self.value.load(Ordering::SeqCst);
+        if !value.is_null() {
+            // SAFETY: current, and `store` does not drop the value that it has replaced until the count is back.
+            unsafe { Arc::increment_strong_count(value) };
         }
+        self.counting.fetch_sub(1, Ordering::SeqCst);
+        if value.is_null() {
+            return None;
+        }
+        self.leave_references(value);
+        Some(InUse { value, slot: None })
     }
 
     #[inline]
@@ -106,9 +124,21 @@ impl<T> Current<T> {
         let old = self.value.swap(new, Ordering::SeqCst);
         if !old.is_null() {
             self.leave_references(old);
-            // SAFETY: the reference that `value` was.
-            drop(unsafe { Arc::from_raw(old) });
+            if self.nobody_counts() {
+                // SAFETY: the reference that `value` was.
+                drop(unsafe { Arc::from_raw(old) });
+            }
         }
+    }
+
+    /// Waits until no reader that may have seen the old value is about to make a reference to it.
+    fn nobody_counts(&self) -> bool {
+        (0..PATIENCE_TURNS).any(|turn| {
+            if turn > 0 {
+                std::thread::yield_now();
+            }
+            self.counting.load(Ordering::SeqCst) == 0
+        })
     }
 
     /// Gives each reader of a value a reference of its own. The caller has a reference to the value.
@@ -154,7 +184,9 @@ impl<T> Deref for InUse<'_, T> {
 impl<T> Drop for InUse<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        if self.slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_err() {
+        let is_mine =
+            |slot: &AtomicPtr<T>| slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        if !self.slot.is_some_and(is_mine) {
             // The slot was cleared. If another reader of the same value has taken it since, the exchange succeeds, and the other
             // reader takes our reference for its own.
             self.drop_reference();
@@ -172,7 +204,7 @@ impl<T> InUse<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, AtomicUsize};
+    use std::sync::atomic::AtomicBool;
 
     use super::*;
 
@@ -223,6 +255,23 @@ mod tests {
         assert_eq!((kept.0, ALIVE.load(Ordering::SeqCst)), (19_999, 1));
         drop(kept);
         assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn slots_of_readers_that_never_end_are_free_again() {
+        let current = Current::none();
+        let value = Arc::new(7);
+        current.store(Some(value.clone()));
+        for _ in 0..3 * LINES * SLOTS {
+            std::mem::forget(current.load().unwrap());
+        }
+        let taken = current.slots.iter().flat_map(|line| &line.0).filter(|slot| !slot.load(Ordering::SeqCst).is_null()).count();
+        assert!(taken < LINES * SLOTS, "{taken}");
+        let other = Arc::new(8);
+        current.store(Some(other.clone()));
+        assert_eq!(*current.load().unwrap(), 8);
+        current.store(None);
+        assert_eq!((Arc::strong_count(&other), Arc::strong_count(&value) > LINES * SLOTS), (1, true));
     }
 
     #[test]

@@ -33,7 +33,7 @@ pub struct Dataset {
 
 impl Drop for Dataset {
     fn drop(&mut self) {
-        self.while_dropped = Some(cancellation::defer());
+        self.while_dropped = Some(cancellation::uninterrupted());
     }
 }
 
@@ -141,6 +141,7 @@ impl Dataset {
     /// Makes the drive begin to read a range that may not be in memory, without waiting for it.
     pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
+            let _deferral = cancellation::uninterrupted();
             // A hint. Without the descriptor there is nothing to give a hint about.
             if let Ok(segment) = segment.get() {
                 segment_map::read_ahead(&segment, position.offset, len);
@@ -190,7 +191,7 @@ impl Dataset {
         match map.copy(segment, offset, buffer) {
             Copied::Yes => Ok(()),
             Copied::No => {
-                let _deferral = cancellation::defer();
+                let _deferral = cancellation::uninterrupted();
                 let read = segment.get().and_then(|segment| segment.read_exact_at(buffer, offset));
                 read.map_err(|error| self.segment_error(error))
             }

@@ -1,4 +1,4 @@
-//! System calls about descriptors that must not pass through the C library: the preload library replaces its functions, and
+//! System calls about descriptors and signals that must not pass through the C library: the preload library replaces its functions, and
 //! hides the library's own descriptors there. No call touches `errno`.
 
 use std::mem::MaybeUninit;
@@ -9,19 +9,19 @@ use nix::libc;
 /// `F_DUPFD_QUERY`.
 const DUPLICATE_QUERY: usize = 1027;
 
-/// Makes a system call with three arguments. Returns the kernel's result, which is negative for an error.
+/// Makes a system call with four arguments. Returns the kernel's result, which is negative for an error.
 ///
 /// # Safety
 ///
 /// The arguments are what the call expects: pointers are valid for what the kernel does with them.
-unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize) -> isize {
+unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize, fourth: usize) -> isize {
     let result: isize;
     // SAFETY: the kernel preserves all registers but the ones named here.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         core::arch::asm!(
             "syscall", inlateout("rax") number as isize => result, in("rdi") first, in("rsi") second, in("rdx") third,
-            lateout("rcx") _, lateout("r11") _, options(nostack)
+            in("r10") fourth, lateout("rcx") _, lateout("r11") _, options(nostack)
         );
     }
     // SAFETY: as above.
@@ -29,7 +29,7 @@ unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize) 
     unsafe {
         core::arch::asm!(
             "svc 0", in("x8") number, inlateout("x0") first as isize => result, in("x1") second, in("x2") third,
-            options(nostack)
+            in("x3") fourth, options(nostack)
         );
     }
     result
@@ -39,7 +39,7 @@ unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize) 
 pub fn identity(number: RawFd) -> Option<(u64, u64)> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the kernel fills in the structure.
-    let result = unsafe { call(libc::SYS_fstat, number as usize, stat.as_mut_ptr().addr(), 0) };
+    let result = unsafe { call(libc::SYS_fstat, number as usize, stat.as_mut_ptr().addr(), 0, 0) };
     // SAFETY: the call succeeded, so the structure is filled in.
     (result == 0).then(|| unsafe { stat.assume_init_ref() }).map(|stat| (stat.st_dev, stat.st_ino))
 }
@@ -47,20 +47,29 @@ pub fn identity(number: RawFd) -> Option<(u64, u64)> {
 /// Returns the flags with which a descriptor's file is open (`F_GETFL`); `None` if nothing is open there.
 pub fn flags(number: RawFd) -> Option<i32> {
     // SAFETY: the command takes no argument.
-    let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_GETFL as usize, 0) };
+    let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_GETFL as usize, 0, 0) };
     (result >= 0).then_some(result as i32)
 }
 
 /// Returns whether two numbers name the same open file description; `None` if the kernel cannot tell (before Linux 6.10).
 pub fn are_same(left: RawFd, right: RawFd) -> Option<bool> {
     // SAFETY: the command takes two numbers.
-    let result = unsafe { call(libc::SYS_fcntl, left as usize, DUPLICATE_QUERY, right as usize) };
+    let result = unsafe { call(libc::SYS_fcntl, left as usize, DUPLICATE_QUERY, right as usize, 0) };
     (result >= 0).then_some(result == 1)
 }
 
 /// Duplicates a descriptor to the lowest free number that is not below `floor`, close-on-exec.
 pub(crate) fn duplicate_above(number: RawFd, floor: RawFd) -> Option<RawFd> {
     // SAFETY: the command takes two numbers.
-    let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_DUPFD_CLOEXEC as usize, floor as usize) };
+    let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_DUPFD_CLOEXEC as usize, floor as usize, 0) };
     (result >= 0).then_some(result as RawFd)
+}
+
+/// Changes this thread's mask of signals. Returns the mask before.
+pub(crate) fn change_mask(how: i32, set: u64) -> Option<u64> {
+    let mut before = 0_u64;
+    let (new, old) = ((&raw const set).addr(), (&raw mut before).addr());
+    // SAFETY: two live words of the size that the call is told.
+    let result = unsafe { call(libc::SYS_rt_sigprocmask, how as usize, new, old, size_of::<u64>()) };
+    (result == 0).then_some(before)
 }

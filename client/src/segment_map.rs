@@ -12,6 +12,7 @@ use memmap2::{MmapOptions, MmapRaw};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::libc;
 
+use crate::cancellation;
 use crate::fault;
 use crate::reserved_fd::ReservedFd;
 
@@ -132,6 +133,7 @@ impl SegmentMap {
 
     #[cold]
     fn map(slot: &AtomicPtr<Window>, segment: &ReservedFd, start: u64) -> Option<*mut Window> {
+        let _deferral = cancellation::uninterrupted();
         let segment = segment.get().ok()?;
         if MAPPED_BYTES.fetch_add(SEGMENT_WINDOW_LEN, Ordering::Relaxed) + SEGMENT_WINDOW_LEN > SEGMENT_MAP_BYTES_MAX {
             MAPPED_BYTES.fetch_sub(SEGMENT_WINDOW_LEN, Ordering::Relaxed);

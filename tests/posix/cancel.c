@@ -74,6 +74,13 @@ static void wait_in_readv(struct Task *task) {
 static void wait_in_write(struct Task *task) {
     for (;;) CHECK(write(full_pipe[1], task->memory, 4096) > 0);
 }
+/* With a file of the folder, which the library writes to the pipe. */
+static void wait_in_splice(struct Task *task) {
+    for (;;) {
+        off_t from = 0;
+        CHECK(splice(one_file, &from, full_pipe[1], NULL, 4096, 0) > 0);
+    }
+}
 static void wait_in_open(struct Task *task) { task->descriptor = open(fifo, O_RDONLY); }
 static void wait_in_openat(struct Task *task) { task->descriptor = openat(AT_FDCWD, fifo, O_RDONLY); }
 static void wait_in_fopen(struct Task *task) { task->stream = fopen(fifo, "r"); }
@@ -244,7 +251,7 @@ static void lock_one_file(struct Task *task) {
 static void (*const WAITING[])(struct Task *) = {
     wait_in_read, wait_in_readv, wait_in_write, wait_in_open, wait_in_openat, wait_in_fopen, wait_in_poll, wait_in_ppoll,
     wait_in_poll_with_file, wait_in_select, wait_in_pselect, wait_in_recv, wait_in_recvmsg, wait_in_nanosleep, wait_in_sleep,
-    wait_in_pause, wait_in_sigsuspend, wait_in_accept,
+    wait_in_pause, wait_in_sigsuspend, wait_in_accept, wait_in_splice,
 };
 static void (*const READING[])(struct Task *) = {
     read_files, read_files, read_files, pread_one_file, preadv_one_file, only_open, read_streams, list_folder, send_files,

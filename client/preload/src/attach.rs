@@ -60,7 +60,7 @@ pub(crate) fn known_view() -> Option<&'static View> {
 
 #[cold]
 fn attach() -> Result<Attached, Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let environment = &setup().ok_or(libc::EIO)?.environment;
     let location = environment.folder()?;
     let node = environment.node(&location)?;

@@ -34,6 +34,7 @@ mod ftw;
 mod kernel_reads;
 mod loader;
 mod map;
+mod message;
 mod names;
 mod open;
 mod poll;

@@ -1,7 +1,7 @@
 //! The working directory, while it is in the namespace.
 //!
 //! The kernel cannot be in the namespace. So this module keeps the directory's path, and `calls/names.rs` moves the kernel to
-//! a directory that it removes at once: a relative path that bypasses this library finds no file, rather than a wrong one.
+//! a directory in which nothing is (`nowhere`): a relative path that bypasses this library finds no file, rather than a wrong one.
 //!
 //! A `vfork` child has a working directory of its own, in its parent's memory: its changes are kept per child.
 

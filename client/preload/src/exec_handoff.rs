@@ -9,7 +9,8 @@
 //!   child use the same ones. Whichever needs a copy first fills it.
 //! - A `vfork` child must not touch the parent's records. It makes its own copy and sends it to the parent (see
 //!   `vfork_channel`), which adopts it.
-//! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from.
+//! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from. Where the kernel is asked to read
+//!   it, or another process receives it over a socket, a directory in which nothing is stands for it (see `nowhere`).
 //!
 //! The working directory is passed in the environment; `calls/exec.rs` does that.
 
@@ -36,7 +37,7 @@ use crate::kernel_copy::{copy_of, empty, errno_of, fill, named_copy_of};
 use crate::offset::{EMPTY, FILLED};
 use crate::place::Place;
 use crate::table::{self, Object, Reference};
-use crate::{memory, next, placeholder, vfork};
+use crate::{memory, next, nowhere, placeholder, vfork};
 
 /// The most kernel copies that one fork prepares, and only of files that fit in memory. More would slow down programs that fork
 /// and never call `exec`.
@@ -104,7 +105,7 @@ pub(crate) fn prepare_fork() {
 
 /// Puts kernel copies in place of all numbers of ours that another program would inherit.
 pub(crate) fn hand_over_all() -> Result<(), Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let Some(view) = known_view() else { return Ok(()) };
     let child = vfork::child();
     for number in candidates(child) {
@@ -137,7 +138,23 @@ pub(crate) fn give_kernel_file(view: &View, number: RawFd) -> Result<(), Fault> 
         return Ok(());
     }
     let close_on_exec = next::fcntl_number(number, libc::F_GETFD, 0) == libc::FD_CLOEXEC;
-    hand_over(view, None, number, if close_on_exec { libc::O_CLOEXEC } else { 0 })
+    let flags = if close_on_exec { libc::O_CLOEXEC } else { 0 };
+    match table::find(number) {
+        Some(description) if matches!(description.object, Object::Directory(_)) => put_directory(&description, number, flags),
+        _ => hand_over(view, None, number, flags),
+    }
+}
+
+/// Puts an empty directory in place of a number of ours that names a directory, so that the kernel refuses to read it as it refuses
+/// for any directory.
+fn put_directory(description: &Reference, number: RawFd, flags: i32) -> Result<(), Fault> {
+    let _deferral = cancellation::uninterrupted();
+    if description.offset.kernel_copy().is_none() {
+        let directory = nowhere::open(0).ok_or(libc::EIO)?;
+        // Never filled, because this process lists its own records: it is what the table expects at the number from now on.
+        description.offset.set_kernel_copy(ReservedFd::new(directory));
+    }
+    put(description.offset.kernel_copy().ok_or(libc::EIO)?, number, flags)
 }
 
 /// Puts a kernel copy in place of standard input, if the number that has just become ours is standard input. libc's own stream
@@ -146,7 +163,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
     if is_small() {
-        let _deferral = cancellation::defer();
+        let _deferral = cancellation::uninterrupted();
         let before = memory::errno();
         // A file that cannot be copied now gives its error to the program when it reads.
         let _ = give_kernel_file(view, number);
@@ -157,7 +174,7 @@ pub(crate) fn serve_standard_input(number: RawFd) {
 /// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
 /// child.
 pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let description = match child {
         Some(child) => table::find_at_home(vfork::source_of(child, number)),
         None => table::find(number),
@@ -217,19 +234,24 @@ fn put_flags(copy: &File, flags: i32) {
 
 /// Gives a description's kernel copy, if there is one, the description's flags.
 pub(crate) fn copy_flags(description: &Reference) {
+    let _deferral = cancellation::uninterrupted();
     if let Some(copy) = description.offset.kernel_copy().and_then(|copy| copy.get().ok()) {
         put_flags(&copy, description.flags.load(Ordering::Acquire));
     }
 }
 
-/// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. `None` if the
-/// number is not ours.
+/// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. For a directory,
+/// this is one in which nothing is. `None` if the number is not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     let Some(description) = table::find(number) else { return Ok(None) };
     let view = view()?;
     if let Object::Place(Place::File(file)) = &description.object {
         return Ok(Some(named_copy_of(&view, file)?));
+    }
+    if description.reached_directory().is_ok() {
+        let flags = if description.is_place() { libc::O_PATH } else { 0 };
+        return Ok(Some(nowhere::open(flags).ok_or(libc::EIO)?));
     }
     let file = description.file()?;
     // A `vfork` child must not change its parent's records.

@@ -57,9 +57,10 @@ impl From<ClientError> for Fault {
 }
 
 /// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic
-/// becomes EIO instead of unwinding into C. Nobody can cancel the thread in the meantime.
+/// becomes EIO instead of unwinding into C. Nobody can cancel the thread in the meantime, and the program's signal handlers wait:
+/// `work` waits for nothing but the server.
 pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
-    let _deferral = cancellation::defer();
+    let _deferral = cancellation::uninterrupted();
     answer_from_memory(work)
 }
 

@@ -21,6 +21,7 @@
 //! | `descriptor_link` | paths such as `/proc/self/fd/N` |
 //! | `cwd`, `path` | the working directory; which paths are ours |
 //! | `stat_form` | a view's attributes as `struct stat` |
+//! | `nowhere` | a directory of the kernel in which nothing is |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
 //! | `kernel_reads` | kernel copies at once, for interfaces that name descriptors to the kernel |
 //! | `elf`, `library` | libraries of the namespace, for the dynamic linker |
@@ -60,6 +61,7 @@ mod kernel_reads;
 mod library;
 mod memory;
 mod next;
+mod nowhere;
 mod offset;
 mod pages;
 mod path;

@@ -137,7 +137,6 @@ declare! { $
     fn getcwd(buffer: FromC<*mut c_char>, len: size_t) -> *mut c_char;
     fn lseek(descriptor: c_int, offset: off_t, whence: c_int) -> off_t;
     fn open(path: FromC<*const c_char>, flags: c_int, mode: mode_t) -> c_int;
-    fn pwrite(descriptor: c_int, buffer: FromC<*const c_void>, len: size_t, offset: off_t) -> isize;
     fn readlink(path: FromC<*const c_char>, buffer: FromC<*mut c_char>, len: size_t) -> isize;
     fn sendmsg(socket: c_int, message: FromC<*const msghdr>, flags: c_int) -> isize;
     fn sigaction(number: c_int, new: FromC<*const Action>, old: FromC<*mut Action>) -> c_int;
@@ -182,12 +181,6 @@ pub(crate) fn act_on_cancel() {
 pub(crate) fn write_bytes(descriptor: c_int, bytes: &[u8]) -> isize {
     // SAFETY: a live slice, with its length.
     write(descriptor, unsafe { FromC::new(bytes.as_ptr().cast()) }, bytes.len())
-}
-
-/// Writes bytes of this library at an offset of a descriptor's file.
-pub(crate) fn write_bytes_at(descriptor: c_int, bytes: &[u8], offset: off_t) -> isize {
-    // SAFETY: a live slice, with its length.
-    pwrite(descriptor, unsafe { FromC::new(bytes.as_ptr().cast()) }, bytes.len(), offset)
 }
 
 /// Calls `fcntl` with a command whose argument is a number.

@@ -225,7 +225,7 @@ impl Drop for Offset {
     fn drop(&mut self) {
         let copy = *self.kernel_copy.get_mut();
         if !copy.is_null() {
-            let _deferral = cancellation::defer();
+            let _deferral = cancellation::uninterrupted();
             // SAFETY: made by `Box::into_raw` in `set_kernel_copy`; nobody else sees this offset anymore.
             drop(unsafe { Box::from_raw(copy) });
         }

@@ -10,6 +10,7 @@ use std::sync::atomic::Ordering;
 
 use dayfly_client::reserved_fd::{give_way, is_reserved};
 use dayfly_client::{cancellation, raw_call};
+use libc::off_t;
 
 use super::hook;
 use crate::fault::{Fault, answer};
@@ -29,6 +30,9 @@ const DEDUPE_RANGE: c_ulong = 0xc018_9436;
 const GET_BLOCK_SIZE: c_ulong = 2;
 /// One more than the highest number at which `close_range` looks for reserved descriptors.
 const RESERVED_MAX: c_uint = 4096;
+
+/// All flags of `sync_file_range`.
+const SYNC_FLAGS: c_uint = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
 
 hook! {
     fn close | __close (descriptor: c_int) -> c_int {
@@ -176,6 +180,15 @@ hook! {
     fn fdatasync(descriptor: c_int) -> c_int {
         next::act_on_cancel();
         if table::is_open(descriptor) { 0 } else { fdatasync::next(descriptor) }
+    }
+
+    fn sync_file_range(descriptor: c_int, offset: off_t, len: off_t, flags: c_uint) -> c_int {
+        if !table::is_open(descriptor) {
+            return sync_file_range::next(descriptor, offset, len, flags);
+        }
+        next::act_on_cancel();
+        let is_valid = offset >= 0 && len >= 0 && offset.checked_add(len).is_some() && flags & !SYNC_FLAGS == 0;
+        if is_valid { 0 } else { fail(libc::EINVAL) }
     }
 
     fn syncfs(descriptor: c_int) -> c_int {

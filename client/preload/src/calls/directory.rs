@@ -142,9 +142,16 @@ hook! {
     fn getdents64(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
         match table::find(descriptor) {
             None => getdents64::next(descriptor, out, len),
-            Some(open) => answer_from_memory(|| read_records(&open, out.start_of_buffer(len)?, len)),
+            Some(open) => answer_from_memory(|| read_records(&open, &RECORD, out.start_of_buffer(len)?, len)),
         }
     }
+}
+
+/// Answers the system call `getdents` about a directory of ours, which no function of the C library makes. `None` for others.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn old_getdents(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> Option<isize> {
+    let open = table::find(descriptor)?;
+    Some(answer_from_memory(|| read_records(&open, &OLD_RECORD, out.start_of_buffer(len)?, len)))
 }
 
 impl Stream {
@@ -155,7 +162,7 @@ impl Stream {
         self.entry.d_ino = inode;
         self.entry.d_off = next as off_t;
         self.entry.d_type = kind;
-        self.entry.d_reclen = record_len(name.len()) as u16;
+        self.entry.d_reclen = RECORD.len(name.len()) as u16;
         let room = &mut self.entry.d_name;
         let len = name.len().min(room.len() - 1);
         for (to, from) in room.iter_mut().zip(&name[..len]) {
@@ -166,9 +173,25 @@ impl Stream {
     }
 }
 
-/// Returns the length of a `dirent` in bytes: 19 before the name, the name, a NUL, rounded up to a multiple of 8.
-fn record_len(name_len: usize) -> usize {
-    (19 + name_len + 1).next_multiple_of(8)
+/// How the kernel lays out an entry: inode (8 bytes), next position (8), length (2), type and name in either order, and zeros up
+/// to a multiple of 8.
+struct RecordForm {
+    name_at: usize,
+    /// Whether the type is the last byte, after at least one zero that ends the name. Otherwise it comes before the name.
+    is_type_last: bool,
+}
+
+/// The form of `getdents64`, which is also C's `dirent`.
+const RECORD: RecordForm = RecordForm { name_at: 19, is_type_last: false };
+/// The form of `getdents`.
+#[cfg(target_arch = "x86_64")]
+const OLD_RECORD: RecordForm = RecordForm { name_at: 18, is_type_last: true };
+
+impl RecordForm {
+    /// Returns the length of a record in bytes.
+    fn len(&self, name_len: usize) -> usize {
+        (self.name_at + name_len + 1 + usize::from(self.is_type_last)).next_multiple_of(8)
+    }
 }
 
 /// Returns the entry at a position: name, inode, type, and the position of the next one.
@@ -195,19 +218,19 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
 /// # Errors
 ///
 /// EINVAL if there is no room for a single one, EFAULT if there would be in the whole buffer.
-fn read_records(open: &Description, out: &mut [u8], len: usize) -> Result<isize, Fault> {
+fn read_records(open: &Description, form: &RecordForm, out: &mut [u8], len: usize) -> Result<isize, Fault> {
     open.directory()?;
     let mut filled = 0;
     let mut position = open.offset.load();
     while let Some((name, inode, kind, next)) = entry_at(open, position) {
-        let record_len = record_len(name.len());
+        let record_len = form.len(name.len());
         let Some(record) = out.get_mut(filled..filled + record_len) else { break };
         record.fill(0);
         record[..8].copy_from_slice(&inode.to_ne_bytes());
         record[8..16].copy_from_slice(&next.to_ne_bytes());
         record[16..18].copy_from_slice(&(record_len as u16).to_ne_bytes());
-        record[18] = kind;
-        record[19..19 + name.len()].copy_from_slice(name);
+        record[if form.is_type_last { record_len - 1 } else { 18 }] = kind;
+        record[form.name_at..form.name_at + name.len()].copy_from_slice(name);
         filled += record_len;
         position = next;
     }

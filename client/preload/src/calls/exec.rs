@@ -17,7 +17,7 @@ use dayfly_client::{OpenFile, View, cancellation};
 use super::hook;
 use super::names::access;
 use crate::attach::view;
-use crate::fault::{Fault, answer};
+use crate::fault::{Fault, answer, answer_from_memory};
 use crate::memory::{self, FromC, fail};
 use crate::setup::setup;
 use crate::{cwd, exec_handoff, kernel_copy, path, table};
@@ -92,7 +92,7 @@ hook! {
         }
         if let Some(open) = table::find(directory).filter(|_| is_empty) {
             let Some(path) = path::path_of(&open) else { return fail(libc::ENOENT) };
-            return answer(|| run(&*view()?, &path, None, arguments, environment.strings()));
+            return answer_from_memory(|| run(&*view()?, &path, None, arguments, environment.strings()));
         }
         let ours = |view: &View, path: &[u8]| run(view, path, None, arguments, environment.strings());
         path::at(directory, path, ours, |directory, path| kernel(directory, path, environment.strings()))

@@ -1,19 +1,16 @@
 //! Operations on paths themselves: symlinks, access rights, and the working directory.
 
-use std::ffi::{CStr, CString, c_char, c_int};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::ffi::{CStr, c_char, c_int, c_void};
 
 use dayfly_client::{FileKind, Stat, View, cancellation};
 use libc::size_t;
 
-use super::change::{mkdir, rmdir};
 use super::hook;
 use crate::attach::known_view;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
 use crate::place::Place;
-use crate::setup::setup;
-use crate::{cwd, path, table};
+use crate::{cwd, nowhere, path, table};
 
 hook! {
     fn access(path: FromC<*const c_char>, mode: c_int) -> c_int {
@@ -62,6 +59,23 @@ hook! {
         readlinkat(directory, path, out, len.min(room))
     }
 
+    fn name_to_handle_at(
+        directory: c_int,
+        path: FromC<*const c_char>,
+        handle: FromC<*mut c_void>,
+        mount: FromC<*mut c_int>,
+        flags: c_int,
+    ) -> c_int {
+        let ours = |view: &View, path: &[u8]| {
+            let stat = if flags & libc::AT_SYMLINK_FOLLOW != 0 { view.stat(path) } else { view.lstat(path) };
+            // As of a file system that has no handles.
+            stat.map_err(Fault::from).and(Err(Fault::Errno(libc::EOPNOTSUPP)))
+        };
+        path::at_or_itself(directory, path, flags, ours, |directory, path| {
+            name_to_handle_at::next(directory, path, handle, mount, flags)
+        })
+    }
+
     fn realpath(path: FromC<*const c_char>, resolved: FromC<*mut c_char>) -> *mut c_char {
         let ours = |view: &View, path: &[u8]| give_path(&view.canonical(path)?, resolved);
         path::at(libc::AT_FDCWD, path, ours, |_, path| realpath::next(path, resolved))
@@ -77,7 +91,7 @@ hook! {
 
     fn chdir(path: FromC<*const c_char>) -> c_int {
         let ours = |view: &View, path: &[u8]| {
-            let _deferral = cancellation::defer();
+            let _deferral = cancellation::uninterrupted();
             enter(view.open_directory(path)?.path().to_vec());
             Ok(0)
         };
@@ -139,7 +153,8 @@ fn may(stat: &Stat, mode: c_int) -> Result<c_int, Fault> {
 /// Enters a directory of the namespace.
 fn enter(directory: Vec<u8>) {
     if cwd::current().is_none() {
-        put_kernel_nowhere();
+        // A relative path that bypasses this library then finds nothing.
+        nowhere::within(|path| (chdir::next(path.into()) == 0).then_some(()));
     }
     cwd::enter(directory);
 }
@@ -150,29 +165,6 @@ fn left(result: c_int) -> c_int {
         cwd::leave();
     }
     result
-}
-
-/// Puts the kernel into a directory that is removed at once, so that a relative path that bypasses this library finds nothing.
-fn put_kernel_nowhere() {
-    static NUMBER: AtomicU32 = AtomicU32::new(0);
-    let before = memory::errno();
-    let session = setup().and_then(|setup| setup.environment.folder().ok()).map(|location| location.folder);
-    let temporary = setup().map(|setup| setup.temporary.clone());
-    let folders = session.into_iter().chain(temporary).chain(["/dev/shm".into(), "/tmp".into()]);
-    for folder in folders {
-        let name = format!("{}/.cwd-{}-{}", folder.display(), std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
-        let Ok(path) = CString::new(name) else { continue };
-        let path = path.as_c_str();
-        if mkdir::next(path.into(), 0o700) != 0 {
-            continue;
-        }
-        let is_there = chdir::next(path.into()) == 0;
-        rmdir::next(path.into());
-        if is_there {
-            break;
-        }
-    }
-    memory::set_errno(before);
 }
 
 /// Returns the path that a link to a descriptor of this process refers to, if the descriptor is ours.

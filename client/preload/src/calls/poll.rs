@@ -7,20 +7,20 @@ use std::os::fd::RawFd;
 use libc::{fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 use super::hook;
-use crate::memory::{Errno, FromC, fail};
+use crate::memory::{self, Errno, FromC, fail};
 use crate::table;
 
 const READY: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDNORM | libc::POLLWRNORM;
 static NOW: timespec = timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A set for `select`: as many words of 64 bits as the call's count of numbers needs, perhaps fewer than a whole `fd_set`.
-type Set<'a> = FromC<'a, *mut u64>;
+pub(super) type Set<'a> = FromC<'a, *mut u64>;
 
 const _: () = assert!(size_of::<fd_set>().is_multiple_of(size_of::<u64>()));
 
 hook! {
     fn poll | __poll (descriptors: FromC<*mut pollfd>, count: nfds_t, timeout_ms: c_int) -> c_int {
-        poll_with(descriptors, count, |is_ready| poll::next(descriptors, count, if is_ready { 0 } else { timeout_ms }))
+        poll_with(descriptors, count, |others, is_ready| poll::next(others, count, if is_ready { 0 } else { timeout_ms }))
     }
 
     fn __poll_chk(descriptors: FromC<*mut pollfd>, count: nfds_t, timeout_ms: c_int, _room: size_t) -> c_int {
@@ -33,8 +33,8 @@ hook! {
         timeout: FromC<*const timespec>,
         mask: FromC<*const sigset_t>,
     ) -> c_int {
-        poll_with(descriptors, count, |is_ready| {
-            ppoll::next(descriptors, count, if is_ready { (&NOW).into() } else { timeout }, mask)
+        poll_with(descriptors, count, |others, is_ready| {
+            ppoll::next(others, count, if is_ready { (&NOW).into() } else { timeout }, mask)
         })
     }
 
@@ -49,7 +49,7 @@ hook! {
     }
 
     fn select | __select (count: c_int, read: Set, write: Set, except: Set, timeout: FromC<*mut timeval>) -> c_int {
-        select_with(count, [read, write, except], |is_ready| {
+        select_with(count, [read, write, except], |count, [read, write, except], is_ready| {
             let mut now = timeval { tv_sec: 0, tv_usec: 0 };
             select::next(count, read, write, except, if is_ready { (&mut now).into() } else { timeout })
         })
@@ -63,7 +63,7 @@ hook! {
         timeout: FromC<*const timespec>,
         mask: FromC<*const sigset_t>,
     ) -> c_int {
-        select_with(count, [read, write, except], |is_ready| {
+        select_with(count, [read, write, except], |count, [read, write, except], is_ready| {
             pselect::next(count, read, write, except, if is_ready { (&NOW).into() } else { timeout }, mask)
         })
     }
@@ -78,96 +78,116 @@ hook! {
     }
 }
 
-/// Our descriptors in the program's array, by index. When this is dropped they are back there, with what a file is ready for, even
-/// if the thread is canceled.
-struct TakenFromArray<'a> {
-    descriptors: FromC<'a, *mut pollfd>,
-    ours: Vec<(usize, pollfd)>,
-}
+/// Arrays of at most this many descriptors are copied to the stack: a handler that jumps out of the call leaves nothing behind.
+const ON_STACK_MAX: usize = 64;
+/// One more than the highest number that a set for `select` is searched for. The kernel opens none above it, unless told to.
+const NUMBERS_MAX: c_int = 1 << 20;
 
-impl Drop for TakenFromArray<'_> {
-    fn drop(&mut self) {
-        for &(at, entry) in &self.ours {
-            // Fails only if the program has unmapped the array in the meantime.
-            let _ = self.descriptors.at(at).put(pollfd { revents: entry.events & READY, ..entry });
-        }
-    }
-}
-
-/// Polls. `kernel` polls the other descriptors; its argument says whether one of ours is ready, so that it must not wait.
-fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce(bool) -> c_int) -> c_int {
+/// Polls. `kernel` polls an array without our descriptors; its second argument says whether one of ours is ready, so that it must
+/// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of it.
+pub(super) fn poll_with(
+    descriptors: FromC<*mut pollfd>,
+    count: nfds_t,
+    kernel: impl FnOnce(FromC<*mut pollfd>, bool) -> c_int,
+) -> c_int {
     let count = count as usize;
     // The kernel fails for an array that cannot be read.
-    let Ok(all) = descriptors.as_const().values(count) else { return kernel(false) };
+    let Ok(all) = descriptors.as_const().values(count) else { return kernel(descriptors, false) };
     if !all.clone().any(|entry| table::is_open(entry.fd)) {
-        return kernel(false);
+        return kernel(descriptors, false);
     }
-    let ours: Vec<(usize, pollfd)> = all.enumerate().filter(|(_, entry)| table::is_open(entry.fd)).collect();
-    let ready = ours.iter().filter(|(_, entry)| entry.events & READY != 0).count() as c_int;
     if let Err(errno) = descriptors.check_writable(count) {
         return fail(errno);
     }
-    let taken = TakenFromArray { descriptors, ours };
-    for &(at, entry) in &taken.ours {
-        // The kernel skips negative numbers. The array is writable, so this cannot fail.
-        let _ = descriptors.at(at).put(pollfd { fd: -1, ..entry });
+    let mut on_stack = [pollfd { fd: -1, events: 0, revents: 0 }; ON_STACK_MAX];
+    let mut on_heap = Vec::new();
+    let copy = match on_stack.get_mut(..count) {
+        Some(copy) => copy,
+        None => {
+            on_heap.resize(count, on_stack[0]);
+            &mut on_heap[..]
+        }
+    };
+    let mut ready = 0;
+    for (entry, original) in copy.iter_mut().zip(all.clone()) {
+        *entry = original;
+        if table::is_open(original.fd) {
+            // The kernel skips negative numbers.
+            *entry = pollfd { fd: -1, events: original.events, revents: 0 };
+            ready += c_int::from(original.events & READY != 0);
+        }
     }
-    let found = kernel(ready > 0);
+    // SAFETY: a live array of `count` elements.
+    let found = kernel(unsafe { FromC::new(copy.as_mut_ptr()) }, ready > 0);
+    if found < 0 && memory::errno() != libc::EINTR {
+        return found;
+    }
+    for (at, (entry, original)) in copy.iter().zip(all).enumerate() {
+        let is_ours = entry.fd != original.fd;
+        let revents = if is_ours { original.events & READY } else { entry.revents };
+        // Fails only if the program has unmapped the array in the meantime.
+        let _ = descriptors.at(at).put(pollfd { revents, ..original });
+    }
     if found < 0 { found } else { found + ready }
 }
 
-/// Our numbers in the program's sets. They are back there when this is dropped, even if the thread is canceled.
-struct TakenFromSets<'a> {
-    sets: [Set<'a>; 3],
-    ours: [Vec<RawFd>; 3],
-    /// How many of the sets get their members back.
-    restored: usize,
-}
-
-impl Drop for TakenFromSets<'_> {
-    fn drop(&mut self) {
-        for (set, ours) in self.sets.iter().zip(&self.ours).take(self.restored) {
-            for &number in ours {
-                let word = set.at(number as usize / 64);
-                // Fails only if the program has unmapped the set in the meantime.
-                let _ = word.put(word.get().unwrap_or(0) | 1 << (number % 64));
-            }
-        }
-    }
-}
-
-/// Selects. `kernel` selects among the other descriptors; its argument says whether one of ours is ready.
-fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int) -> c_int {
+/// Selects. `kernel` selects among the first so many descriptors in sets without ours; its last argument says whether one of ours is
+/// ready. The program's sets are changed only when the call returns, as by the kernel.
+pub(super) fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(c_int, [Set; 3], bool) -> c_int) -> c_int {
     // Like the kernel, this looks at the words that may hold an open descriptor, and at none after them.
-    let Some(last) = (count > 0).then(|| table::numbers(0, count - 1).last()).flatten() else { return kernel(false) };
-    // Takes our numbers out of a set. The null pointer is a set that was left out.
-    let take = |set: Set| -> Result<Vec<RawFd>, Errno> {
+    let Some(last) = (count > 0).then(|| table::numbers(0, count - 1).last()).flatten() else {
+        return kernel(count, sets, false);
+    };
+    // Returns our numbers in a set. The null pointer is a set that was left out.
+    let ours_in = |set: Set| -> Result<Vec<RawFd>, Errno> {
         if set.is_null() {
             return Ok(Vec::new());
         }
         set.check_writable(last as usize / 64 + 1)?;
         let word = |number: RawFd| set.at(number as usize / 64);
         let is_member = |number: &RawFd| word(*number).get().is_some_and(|word| word >> (number % 64) & 1 == 1);
-        let ours: Vec<RawFd> = table::numbers(0, last).filter(|number| is_member(number) && table::is_open(*number)).collect();
-        for &number in &ours {
-            word(number).put(word(number).get().unwrap_or(0) & !(1 << (number % 64)))?;
-        }
-        Ok(ours)
+        Ok(table::numbers(0, last).filter(|number| is_member(number) && table::is_open(*number)).collect())
     };
-    let mut taken = TakenFromSets { sets, ours: [const { Vec::new() }; 3], restored: 3 };
-    for (set, ours) in sets.into_iter().zip(&mut taken.ours) {
-        match take(set) {
+    let mut ours = [const { Vec::new() }; 3];
+    for (set, ours) in sets.into_iter().zip(&mut ours) {
+        match ours_in(set) {
             Ok(numbers) => *ours = numbers,
             Err(errno) => return fail(errno),
         }
     }
-    let ready = taken.ours[0].len() + taken.ours[1].len();
-    let found = kernel(ready > 0);
+    if ours.iter().all(Vec::is_empty) {
+        return kernel(count, sets, false);
+    }
+    let count = count.min(NUMBERS_MAX);
+    let words = (count as usize).div_ceil(64);
+    // The part of a set that can be read, without our numbers.
+    let without = |set: &Set, ours: &Vec<RawFd>| {
+        let mut copy: Vec<u64> = (0..words).map_while(|at| set.at(at).get()).collect();
+        let readable = copy.len();
+        copy.resize(words, 0);
+        ours.iter().for_each(|number| copy[*number as usize / 64] &= !(1 << (number % 64)));
+        (copy, readable)
+    };
+    let mut copies: Vec<(Vec<u64>, usize)> = sets.iter().zip(&ours).map(|(set, ours)| without(set, ours)).collect();
+    let mut passed = sets;
+    for (passed, (copy, _)) in passed.iter_mut().zip(&mut copies).filter(|(set, _)| !set.is_null()) {
+        // SAFETY: a live set with room for `count` numbers.
+        *passed = unsafe { FromC::new(copy.as_mut_ptr()) };
+    }
+    let ready = ours[0].len() + ours[1].len();
+    let found = kernel(count, passed, ready > 0);
     if found < 0 {
         return found;
     }
-    // A file never has an exceptional condition, so the third set gets its members back only where the call fails, which leaves
-    // all sets as they were.
-    taken.restored = 2;
+    // A file never has an exceptional condition.
+    for (ours, (copy, _)) in ours.iter().take(2).zip(&mut copies) {
+        ours.iter().for_each(|number| copy[*number as usize / 64] |= 1 << (number % 64));
+    }
+    for (set, (copy, readable)) in sets.iter().zip(&copies).filter(|(set, _)| !set.is_null()) {
+        for (at, word) in copy.iter().take(*readable).enumerate() {
+            // Fails only if the program has unmapped the set in the meantime.
+            let _ = set.at(at).put(*word);
+        }
+    }
     found + ready as c_int
 }

@@ -115,9 +115,9 @@ fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size
     let file = open.file()?;
     let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
         // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
+        let _deferral = cancellation::uninterrupted();
         let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
         // It does not wait, because the file is in memory or on a drive.
-        let _deferral = cancellation::defer();
         let count = read::next(kernel.as_raw_fd(), out, len);
         return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
     };

@@ -8,6 +8,7 @@
 
 use std::ffi::c_int;
 
+use dayfly_client::cancellation;
 use dayfly_client::fault::{self as bus_error, Disposition};
 use libc::{SIGBUS, sigaction as Action, sigset_t};
 
@@ -25,8 +26,8 @@ const HAS_RESTORER: c_int = 0;
 
 hook! {
     fn sigaction | __sigaction (number, new, old) {
-        if !new.is_null() {
-            prepare();
+        if let Some(new) = new.get() {
+            prepare(number, new.sa_sigaction);
         }
         if number != SIGBUS || !bus_error::is_available() {
             return sigaction::next(number, new, old);
@@ -55,7 +56,7 @@ hook! {
     }
 
     fn signal | bsd_signal | ssignal (number: c_int, handler: usize) -> isize {
-        prepare();
+        prepare(number, handler);
         if number != SIGBUS || !bus_error::is_available() {
             return signal::next(number, handler);
         }
@@ -63,7 +64,7 @@ hook! {
     }
 
     fn sysv_signal | __sysv_signal (number: c_int, handler: usize) -> isize {
-        prepare();
+        prepare(number, handler);
         if number != SIGBUS || !bus_error::is_available() {
             return sysv_signal::next(number, handler);
         }
@@ -71,7 +72,7 @@ hook! {
     }
 
     fn sigset(number: c_int, handler: usize) -> isize {
-        prepare();
+        prepare(number, handler);
         sigset::next(number, handler)
     }
 
@@ -86,10 +87,13 @@ hook! {
     }
 }
 
-/// Prepares for calls in a signal handler.
-fn prepare() {
+/// Prepares for calls in a signal handler that the program is about to set.
+fn prepare(number: c_int, handler: usize) {
     if setup().is_some() {
         early::look_up_all();
+        if !matches!(handler, libc::SIG_DFL | libc::SIG_IGN) {
+            cancellation::note_handler(number);
+        }
     }
 }
 

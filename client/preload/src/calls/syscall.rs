@@ -12,8 +12,9 @@ use std::ffi::{c_char, c_int, c_long, c_void};
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
-use libc::msghdr;
+use libc::{msghdr, pollfd};
 
+use super::poll::Set;
 use crate::memory::{self, FromC};
 use crate::{cwd, kernel_reads, next, path, table};
 
@@ -207,6 +208,34 @@ impl Call {
     fn kernel(&self) -> c_long {
         let [a, b, c, d, e, f] = self.arguments;
         next::syscall(self.number, a, b, c, d, e, f)
+    }
+
+    /// Passes the call on with other words for some of its arguments.
+    fn kernel_with(&self, changes: &[(usize, usize)]) -> c_long {
+        let mut arguments = self.arguments;
+        changes.iter().for_each(|&(index, word)| arguments[index] = word);
+        Self { number: self.number, arguments }.kernel()
+    }
+
+    /// Answers `poll` and `ppoll`. `now` is the word for a timeout that does not wait.
+    fn polls(&self, now: usize) -> c_long {
+        let kernel = |others: FromC<*mut pollfd>, is_ready| match is_ready {
+            true => self.kernel_with(&[(0, others.raw().addr()), (2, now)]) as c_int,
+            false => self.kernel_with(&[(0, others.raw().addr())]) as c_int,
+        };
+        super::poll::poll_with(self.get(0), self.get::<u32>(1).into(), kernel).into()
+    }
+
+    /// Answers `select` and `pselect6`. `now` is the word for a timeout that does not wait.
+    fn selects(&self, now: usize) -> c_long {
+        let kernel = |count: c_int, [read, write, except]: [Set; 3], is_ready| {
+            let sets = [(0, count as usize), (1, read.raw().addr()), (2, write.raw().addr()), (3, except.raw().addr())];
+            match is_ready {
+                true => self.kernel_with(&[sets[0], sets[1], sets[2], sets[3], (4, now)]) as c_int,
+                false => self.kernel_with(&sets) as c_int,
+            }
+        };
+        super::poll::select_with(self.get(0), [self.get(1), self.get(2), self.get(3)], kernel).into()
     }
 
     /// Returns whether the table has the descriptor in an argument. The hook decides whether to believe it.

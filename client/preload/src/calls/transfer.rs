@@ -1,23 +1,24 @@
 //! Moves bytes from one descriptor to another. The kernel cannot read our descriptors, so their bytes are read and written here.
-//! `sendmsg` is also here: a descriptor of ours that goes to another process is replaced by a kernel copy.
 
-use std::ffi::{c_int, c_uint};
-use std::fs::File;
-use std::os::fd::{AsRawFd, RawFd};
+use std::ffi::{c_int, c_uint, c_ulong};
+use std::os::fd::RawFd;
 
 use dayfly_client::cancellation;
-use libc::{cmsghdr, mmsghdr, msghdr, off_t, size_t};
+use libc::{off_t, size_t};
 
+use super::descriptor::ioctl;
 use super::hook;
-use crate::attach::{known_view, view};
-use crate::fault::{Fault, answer};
-use crate::memory::{self, Errno, FromC, fail};
-use crate::pages;
+use super::poll::poll;
+use crate::attach::view;
+use crate::fault::answer;
+use crate::memory::{self, FromC, fail};
+use crate::next;
 use crate::table::{self, Reference};
-use crate::{exec_handoff, next};
 
-/// No kernel takes more control data with a message.
-const CONTROL_LEN_MAX: usize = 1 << 20;
+/// All flags of `splice` and `tee`.
+const SPLICE_FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
+/// Bytes that a pipe takes without waiting if `poll` says that it can be written to.
+const PIPE_PART_LEN: usize = libc::PIPE_BUF;
 /// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
@@ -25,7 +26,7 @@ hook! {
     fn sendfile | sendfile64 (to: c_int, from: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
         match table::find(from) {
             None => sendfile::next(to, from, offset, count),
-            Some(open) => answer(|| transfer(&open, offset, to, FromC::<*mut off_t>::null(), count)),
+            Some(open) => transfer(&open, offset, to, FromC::<*mut off_t>::null(), count),
         }
     }
 
@@ -44,7 +45,7 @@ hook! {
             Some(_) if flags != 0 => fail(libc::EINVAL),
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, to, to_offset, len))
+                transfer(&open, from_offset, to, to_offset, len)
             }
         }
     }
@@ -59,185 +60,173 @@ hook! {
     ) -> isize {
         match table::find(from) {
             None => splice::next(from, from_offset, to, to_offset, len, flags),
-            // No more than a pipe holds: the caller may be the program that empties it.
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN)))
+                splice_to_pipe(&open, from_offset, to, to_offset, len, flags)
             }
         }
     }
 
-    fn sendmsg(socket, message, flags) {
-        let Some(header) = message.get().filter(has_control) else { return sendmsg::next(socket, message, flags) };
-        let passed = passed(&header);
-        if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
-            return sendmsg::next(socket, message, flags);
-        }
-        match put_copies(&passed) {
-            Ok(copies) => {
-                let copies = Restored(copies);
-                let sent = sendmsg::next(socket, message, flags);
-                let _deferral = cancellation::defer();
-                drop(copies);
-                sent
-            }
-            Err(errno) => fail(errno),
+    fn tee(from: c_int, to: c_int, len: size_t, flags: c_uint) -> isize {
+        match table::find(from) {
+            None => tee::next(from, to, len, flags),
+            Some(_) if flags & !SPLICE_FLAGS != 0 => fail(libc::EINVAL),
+            Some(_) if len == 0 => 0,
+            Some(open) if open.is_place() || !can_write(to) => fail(libc::EBADF),
+            // A file is not a pipe.
+            Some(_) => fail(libc::EINVAL),
         }
     }
-
-    fn sendmmsg(socket: c_int, messages: FromC<*mut mmsghdr>, count: c_uint, flags: c_int) -> c_int {
-        // Linux sends at most this many.
-        let count_max = count.min(libc::UIO_MAXIOV as c_uint);
-        let headers = messages.as_const().values(if known_view().is_some() { count_max as usize } else { 0 });
-        // The kernel fails for an array that cannot be read.
-        let Ok(headers) = headers else { return sendmmsg::next(socket, messages, count, flags) };
-        let headers: Vec<msghdr> = headers.map(|message| message.msg_hdr).filter(has_control).collect();
-        let passed: Vec<_> = headers.iter().flat_map(passed).collect();
-        if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
-            return sendmmsg::next(socket, messages, count, flags);
-        }
-        match put_copies(&passed) {
-            Ok(copies) => {
-                let copies = Restored(copies);
-                let sent = sendmmsg::next(socket, messages, count, flags);
-                let _deferral = cancellation::defer();
-                drop(copies);
-                sent
-            }
-            Err(errno) => fail(errno),
-        }
-    }
-}
-
-/// Returns whether a message has control data that can be read, and no more than the kernel takes. The kernel fails for the rest.
-fn has_control(header: &msghdr) -> bool {
-    !header.msg_control.is_null()
-        && header.msg_controllen <= CONTROL_LEN_MAX
-        && pages::is_readable(header.msg_control as usize, header.msg_controllen)
-}
-
-/// Returns whether a message passes descriptors of ours.
-pub(super) fn passes_ours(message: FromC<*const msghdr>) -> bool {
-    let header = message.get().filter(has_control);
-    header.is_some_and(|header| passed(&header).iter().any(|number| number.get().is_some_and(table::is_ours)))
 }
 
 /// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.
-/// Returns the number of bytes written.
-fn transfer(
-    open: &Reference,
-    from_offset: FromC<*mut off_t>,
-    to: RawFd,
-    to_offset: FromC<*mut off_t>,
-    len: usize,
-) -> Result<isize, Fault> {
-    let file = open.file()?;
-    let view = view()?;
-    let given = from_offset.get_if_given()?;
-    let start = match given {
-        Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
-        None => open.offset.load(),
-    };
-    let mut at_target = to_offset.get_if_given()?;
-    let len = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
-    let mut buffer = vec![0; len.min(CHUNK_LEN)];
+/// Returns the number of bytes written. A write may wait for long, so it is outside of `answer`: signal handlers run meanwhile.
+fn transfer(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, to_offset: FromC<*mut off_t>, len: usize) -> isize {
+    let before = memory::errno();
+    let (mut start, mut rest, mut given, mut at_target) = (0, 0, None, None);
+    let begun = answer(|| {
+        let file = open.file()?;
+        view()?;
+        given = from_offset.get_if_given()?;
+        start = match given {
+            Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
+            None => open.offset.load(),
+        };
+        at_target = to_offset.get_if_given()?;
+        rest = (len as u64).min(file.stat().size.saturating_sub(start)) as usize;
+        Ok(0)
+    });
+    if begun < 0 {
+        return -1;
+    }
+    let mut buffer = vec![0; rest.min(CHUNK_LEN)];
     let mut done = 0;
-    while done < len {
-        let count = (len - done).min(CHUNK_LEN);
-        let count = match view.read_at(file, start + done as u64, &mut buffer[..count]) {
-            Ok(count) => count,
-            Err(_) if done > 0 => break,
-            Err(error) => return Err(error.into()),
-        };
-        let written = match at_target {
-            Some(offset) => next::write_bytes_at(to, &buffer[..count], offset),
-            None => next::write_bytes(to, &buffer[..count]),
-        };
+    while done < rest {
+        let part = &mut buffer[..(rest - done).min(CHUNK_LEN)];
+        let count = answer(|| Ok(view()?.read_at(open.file()?, start + done as u64, part)? as isize));
+        let written = if count < 0 { -1 } else { write_at(to, &part[..count as usize], at_target) };
         match usize::try_from(written) {
             Ok(written) => {
                 done += written;
                 at_target = at_target.map(|offset| offset + written as off_t);
-                if written < count {
+                if written < part.len() {
                     break;
                 }
             }
             // The program learns how much was written; the next call fails.
             Err(_) if done > 0 => break,
-            Err(_) => return Err(Fault::Errno(memory::errno())),
+            Err(_) => return -1,
         }
     }
-    match given {
-        Some(offset) => from_offset.put(offset + done as off_t)?,
-        None => open.offset.store(start + done as u64),
-    }
-    if let Some(offset) = at_target {
-        to_offset.put(offset)?;
-    }
-    Ok(done as isize)
-}
-
-/// Returns the places in a message's control data that hold descriptors.
-fn passed<'a>(header: &'a msghdr) -> Vec<FromC<'a, *mut RawFd>> {
-    let mut places = Vec::new();
-    // SAFETY: the header is the program's and describes its control data; the macros stay within that.
-    unsafe {
-        let mut at: *mut cmsghdr = libc::CMSG_FIRSTHDR(header);
-        while !at.is_null() {
-            if (*at).cmsg_level == libc::SOL_SOCKET && (*at).cmsg_type == libc::SCM_RIGHTS {
-                let first = libc::CMSG_DATA(at).cast::<RawFd>();
-                let len = (*at).cmsg_len.saturating_sub(libc::CMSG_LEN(0) as usize);
-                places.extend((0..len / size_of::<RawFd>()).map(|number| FromC::new(first.wrapping_add(number))));
-            }
-            at = libc::CMSG_NXTHDR(header, at);
+    memory::set_errno(before);
+    answer(|| {
+        match given {
+            Some(offset) => from_offset.put(offset + done as off_t)?,
+            None => open.offset.store(start + done as u64),
         }
-    }
-    places
-}
-
-/// A descriptor of ours in a message, and the copy that stands there while the message is sent.
-struct Replaced<'a> {
-    place: FromC<'a, *mut RawFd>,
-    number: RawFd,
-    /// Closed after the message is sent.
-    _copy: File,
-}
-
-/// The copies in a message. Our descriptors stand there again when this is dropped, even if the thread is canceled.
-struct Restored<'a>(Vec<Replaced<'a>>);
-
-impl Drop for Restored<'_> {
-    fn drop(&mut self) {
-        restore(&self.0);
-    }
-}
-
-/// Puts copies in place of our descriptors.
-fn put_copies<'a>(passed: &[FromC<'a, *mut RawFd>]) -> Result<Vec<Replaced<'a>>, Errno> {
-    let _deferral = cancellation::defer();
-    let mut copies = Vec::new();
-    let result = passed.iter().try_for_each(|&place| {
-        let number = place.get().unwrap_or(-1);
-        if let Some(copy) = exec_handoff::for_another_process(number)? {
-            place.put(copy.as_raw_fd())?;
-            copies.push(Replaced { place, number, _copy: copy });
+        if let Some(offset) = at_target {
+            to_offset.put(offset)?;
         }
-        Ok(())
+        Ok(done as isize)
+    })
+}
+
+/// Writes, at an offset if one is given. The system call is made by number, because the C library's functions are cancellation points,
+/// and `sendfile` is none.
+fn write_at(to: RawFd, bytes: &[u8], offset: Option<off_t>) -> isize {
+    let (start, len) = (bytes.as_ptr().addr(), bytes.len());
+    let written = match offset {
+        Some(offset) => next::syscall(libc::SYS_pwrite64, to as usize, start, len, offset as usize, 0, 0),
+        None => next::syscall(libc::SYS_write, to as usize, start, len, 0, 0, 0),
+    };
+    written as isize
+}
+
+/// Returns whether a descriptor of the kernel is open for writing.
+fn can_write(number: RawFd) -> bool {
+    let flags = next::fcntl_number(number, libc::F_GETFL, 0);
+    flags >= 0 && flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY
+}
+
+/// Reads from one of our files and writes to a pipe, of which it fills what is free, because the caller may be the program that
+/// empties it. A thread may be canceled while it waits for room, so nothing then holds a deferral or runs inside of `answer`.
+fn splice_to_pipe(
+    open: &Reference,
+    from_offset: FromC<*mut off_t>,
+    to: RawFd,
+    to_offset: FromC<*mut off_t>,
+    len: usize,
+    flags: c_uint,
+) -> isize {
+    if flags & !SPLICE_FLAGS != 0 {
+        return fail(libc::EINVAL);
+    }
+    if len == 0 {
+        return 0;
+    }
+    if open.is_place() || !can_write(to) {
+        return fail(libc::EBADF);
+    }
+    let before = memory::errno();
+    let room = next::fcntl_number(to, libc::F_GETPIPE_SZ, 0);
+    memory::set_errno(before);
+    if room < 0 {
+        return fail(libc::EINVAL);
+    }
+    if !to_offset.is_null() {
+        return fail(libc::ESPIPE);
+    }
+    let mut bytes = vec![0; len.min(CHUNK_LEN).min(room as usize)];
+    let read = answer(|| {
+        let file = open.file().map_err(|errno| if errno == libc::EISDIR { libc::EINVAL } else { errno })?;
+        let start = match from_offset.get_if_given()? {
+            Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
+            None => open.offset.load(),
+        };
+        Ok(view()?.read_at(file, start, &mut bytes)? as isize)
     });
-    match result {
-        Ok(()) => Ok(copies),
-        Err(fault) => {
-            restore(&copies);
-            Err(match fault {
-                Fault::Errno(errno) => errno,
-                Fault::Leaves(_) => libc::EIO,
-            })
+    if read <= 0 {
+        return read;
+    }
+    let does_wait = flags & libc::SPLICE_F_NONBLOCK == 0;
+    // An empty pipe takes as many bytes as were read.
+    let part_len = if is_empty(to) { bytes.len() } else { PIPE_PART_LEN };
+    let (mut done, mut deferral) = (0, None);
+    while done < read as usize && (done == 0 && does_wait || is_ready(to)) {
+        let part = &bytes[done..read as usize];
+        let written = next::write_bytes(to, &part[..part.len().min(part_len)]);
+        // From here on, the program must learn what was written.
+        deferral.get_or_insert_with(cancellation::defer);
+        match usize::try_from(written) {
+            Ok(written) => done += written,
+            // The program learns how much was written; the next call fails.
+            Err(_) if done > 0 => break,
+            Err(_) => return -1,
+        }
+    }
+    drop(deferral);
+    if done == 0 {
+        return fail(libc::EAGAIN);
+    }
+    memory::set_errno(before);
+    match from_offset.get() {
+        Some(offset) => answer(|| Ok(from_offset.put(offset + done as off_t).map(|()| done as isize)?)),
+        None => {
+            open.offset.store(open.offset.load() + done as u64);
+            done as isize
         }
     }
 }
 
-fn restore(copies: &[Replaced<'_>]) {
-    for replaced in copies {
-        // Cannot fail: the place was written before.
-        let _ = replaced.place.put(replaced.number);
-    }
+/// Returns whether nothing is in a pipe.
+fn is_empty(pipe: RawFd) -> bool {
+    let mut count: c_int = 0;
+    ioctl::next(pipe, libc::FIONREAD, FromC::number((&raw mut count).addr() as c_ulong)) == 0 && count == 0
+}
+
+/// Returns whether a pipe can be written to without waiting.
+fn is_ready(pipe: RawFd) -> bool {
+    let mut entry = [libc::pollfd { fd: pipe, events: libc::POLLOUT, revents: 0 }];
+    // SAFETY: a live array of one element.
+    poll::next(unsafe { FromC::new(entry.as_mut_ptr()) }, 1, 0) == 1
 }

@@ -20,7 +20,7 @@ early! {
     accept accept4 access chdir chmod chown close close_range dup dup2 dup3 epoll_create1 eventfd execve execveat faccessat
     fchdir fchmod fchmodat fchown fchownat fcntl fdatasync fexecve flock fstatat fstatfs fsync ftruncate futimens getcwd ioctl
     lchown link linkat lseek mkdir mkdirat mkfifo mkfifoat mknod mknodat mmap mprotect mremap munmap open openat pipe pipe2 poll
-    posix_fadvise ppoll pread preadv pselect pthread_sigmask pwrite read readlink readlinkat readv recvmmsg recvmsg rename
+    posix_fadvise ppoll pread preadv pselect pthread_sigmask read readlink readlinkat readv recvmmsg recvmsg rename
     renameat rmdir select sendmsg sigaction signal signalfd sigprocmask socket socketpair statfs statx symlink symlinkat
     timerfd_create truncate unlink unlinkat utime utimensat utimes write
 }

@@ -17,19 +17,23 @@ use super::super::change::{
     fchmod, fchmodat, fchown, fchownat, fremovexattr, fsetxattr, ftruncate, linkat, lremovexattr, lsetxattr, mkdirat, mknodat,
     removexattr, renameat2, setxattr, symlinkat, truncate, unlinkat, utimensat,
 };
-use super::super::descriptor::{close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, syncfs};
+use super::super::descriptor::{
+    close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, sync_file_range, syncfs,
+};
 use super::super::directory::getdents64;
 use super::super::exec::{execve, execveat};
 use super::super::map::{mmap, mprotect, mremap, munmap, pkey_mprotect, shmdt};
-use super::super::names::{chdir, faccessat, fchdir, readlinkat};
+use super::super::message::{any_passes_ours, passes_ours, sendmmsg, sendmsg};
+use super::super::names::{chdir, faccessat, fchdir, name_to_handle_at, readlinkat};
 use super::super::open::openat;
 use super::super::poll::epoll_ctl;
 use super::super::read::{lseek, pread, preadv, preadv2, read, readahead, readv};
 use super::super::stat::{fstat, fstatat, statx};
-use super::super::transfer::{copy_file_range, passes_ours, sendfile, sendmsg, splice};
+use super::super::transfer::{copy_file_range, sendfile, splice, tee};
 #[cfg(target_arch = "x86_64")]
 use super::super::{
     descriptor::dup2,
+    directory::old_getdents,
     names::{access, readlink},
     open::{creat, open},
     stat::{lstat, stat},
@@ -92,6 +96,12 @@ rules! {
     SYS_copy_file_range: c if c.is_ours(0) || c.is_ours(2)
         => copy_file_range(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
     SYS_splice: c if c.is_ours(0) => splice(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5));
+    SYS_tee: c if c.is_ours(0) => tee(c.get(0), c.get(1), c.get(2), c.get(3));
+    SYS_sync_file_range: c if c.is_ours(0) => sync_file_range(c.get(0), c.get(1), c.get(2), c.get(3));
+
+    // Waiting.
+    SYS_ppoll: c => c.polls(no_time(&mut [0; 2]));
+    SYS_pselect6: c => c.selects(no_time(&mut [0; 2]));
 
     // Reads by the kernel, which cannot read a placeholder.
     SYS_io_submit: c => c.submits();
@@ -126,6 +136,7 @@ rules! {
     SYS_fchdir: c if c.is_ours(0) => fchdir(c.get(0)), else c.leaves();
     SYS_epoll_ctl: c if c.is_ours(2) => epoll_ctl(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_sendmsg: c if passes_ours(c.get(1)) => sendmsg(c.get(0), c.get(1), c.get(2));
+    SYS_sendmmsg: c if any_passes_ours(c.get(1), c.get(2)) => sendmmsg(c.get(0), c.get(1), c.get(2), c.get(3));
 
     // Paths.
     SYS_openat: c if c.leads_in_from(0, 1) => openat(c.get(0), c.get(1), c.get(2), c.get(3)), else c.creates();
@@ -136,6 +147,7 @@ rules! {
     SYS_faccessat: c if c.leads_in_from(0, 1) => faccessat(c.get(0), c.get(1), c.get(2), 0);
     SYS_faccessat2: c if c.leads_in_from(0, 1) => faccessat(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_readlinkat: c if c.leads_in_from(0, 1) => readlinkat(c.get(0), c.get(1), c.get(2), c.get(3));
+    SYS_name_to_handle_at: c if c.leads_in_from(0, 1) => name_to_handle_at(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4));
     SYS_getcwd: c => c.working_directory();
     SYS_chdir: c if c.leads_in(0) => chdir(c.get(0)), else c.leaves();
     SYS_execve: c => execve(c.get(0), c.get(1), c.get(2));
@@ -174,6 +186,7 @@ rules! {
     SYS_fsopen: c => c.creates();
     SYS_fspick: c => c.creates();
     SYS_inotify_init1: c => c.creates();
+    SYS_landlock_create_ruleset: c => c.may_create();
     SYS_memfd_create: c => c.creates();
     SYS_mq_open: c => c.creates();
     SYS_open_by_handle_at: c => c.creates();
@@ -238,6 +251,14 @@ rules! {
     #[cfg(target_arch = "x86_64")]
     SYS_futimesat: c if c.leads_in_from(0, 1) => futimesat(c.get(0), c.get(1), c.get(2));
     #[cfg(target_arch = "x86_64")]
+    SYS_getdents: c if c.is_ours(0) => old_getdents(c.get(0), c.get(1), c.get::<u32>(2) as usize).unwrap_or(-1);
+    #[cfg(target_arch = "x86_64")]
+    SYS_poll: c => c.polls(0);
+    #[cfg(target_arch = "x86_64")]
+    SYS_select: c => c.selects(no_time(&mut [0; 2]));
+    #[cfg(target_arch = "x86_64")]
+    SYS_memfd_secret: c => c.creates();
+    #[cfg(target_arch = "x86_64")]
     SYS_pipe: c => c.creates_two(0);
     #[cfg(target_arch = "x86_64")]
     SYS_eventfd: c => c.creates();
@@ -261,6 +282,11 @@ fn open_as(call: &Call) -> c_int {
         Some(how) if how.resolve & !RESOLVE_NO_MAGICLINKS != 0 => fail(libc::ENOSYS),
         Some(how) => openat(call.get(0), call.get(1), how.flags as c_int, how.mode as mode_t),
     }
+}
+
+/// Returns the address of a timeout of no time, in either of C's two forms: seconds, and a fraction.
+fn no_time(words: &mut [i64; 2]) -> usize {
+    words.as_mut_ptr().addr()
 }
 
 /// Returns whether a command of `fcntl` duplicates the descriptor.

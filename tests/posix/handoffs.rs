@@ -1,0 +1,51 @@
+//! What the kernel or another process gets in place of a descriptor of the namespace: `handoffs.c` prints the same over a plain
+//! directory.
+
+use std::path::Path;
+
+use crate::harness::twin::twin;
+use crate::harness::{Ground, output_of, text};
+use crate::{compile, plainly, tree_for_calls};
+
+/// Compares what a command of `handoffs.c` prints.
+fn prints_the_same(command: &str) {
+    let run = |ground: &Ground, root: &Path| {
+        let program = compile(ground, "handoffs.c", &["-lrt"]);
+        text(&plainly(ground, &[program.as_os_str(), command.as_ref(), root.as_os_str()]).stdout)
+    };
+    let (twin, expected) = twin(tree_for_calls, run);
+    assert!(expected.lines().count() > 10, "{expected}");
+    let program = twin.cluster.at("handoffs");
+    for node in 0..2 {
+        let found = output_of(twin.exec_command(node).arg(&program).arg(command).arg(&twin.root));
+        let printed = text(&found.stdout);
+        let lines = expected.lines().map(Some).chain([None]).zip(printed.lines().map(Some).chain([None]));
+        let differences: Vec<_> = lines.filter(|(left, right)| left != right).map(|(l, r)| format!("{l:?}\n{r:?}")).collect();
+        assert!(differences.is_empty(), "{}\n{}{}", found.status, differences.join("\n"), text(&found.stderr));
+    }
+    twin.cluster.down();
+}
+
+/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask), and
+/// descriptors of other processes (pidfd_getfd)."
+#[test]
+fn calls_by_number_wait_list_and_send() {
+    prints_the_same("numbers");
+}
+
+#[test]
+fn descriptors_in_constant_memory_are_sent() {
+    prints_the_same("constant");
+}
+
+/// SEMANTICS: "A process that receives a directory's descriptor over a socket gets an empty directory that has been deleted."
+/// SEMANTICS: "Of a directory they fail with EISDIR, as elsewhere."
+#[test]
+fn a_directory_that_the_kernel_or_another_process_gets_is_a_directory() {
+    prints_the_same("directories");
+}
+
+#[test]
+fn a_file_is_spliced_into_what_is_free_in_a_pipe() {
+    prints_the_same("pipes");
+}
