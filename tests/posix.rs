@@ -9,6 +9,8 @@
 mod answers;
 #[path = "posix/border.rs"]
 mod border;
+#[path = "posix/edges.rs"]
+mod edges;
 mod harness;
 #[path = "posix/loaders.rs"]
 mod loaders;
@@ -16,6 +18,8 @@ mod loaders;
 mod programs;
 #[path = "posix/raw.rs"]
 mod raw;
+#[path = "posix/reserved.rs"]
+mod reserved;
 #[path = "posix/signals.rs"]
 mod signals;
 

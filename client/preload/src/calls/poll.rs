@@ -4,6 +4,7 @@
 use std::ffi::c_int;
 use std::os::fd::RawFd;
 
+use dayfly_client::reserved_fd::{is_hidden, reserved_numbers};
 use libc::{fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 use super::hook;
@@ -14,7 +15,7 @@ const READY: i16 = libc::POLLIN | libc::POLLOUT | libc::POLLRDNORM | libc::POLLW
 static NOW: timespec = timespec { tv_sec: 0, tv_nsec: 0 };
 
 /// A set for `select`: as many words of 64 bits as the call's count of numbers needs, perhaps fewer than a whole `fd_set`.
-type Set<'a> = FromC<'a, *mut u64>;
+pub(super) type Set<'a> = FromC<'a, *mut u64>;
 
 const _: () = assert!(size_of::<fd_set>().is_multiple_of(size_of::<u64>()));
 
@@ -78,20 +79,35 @@ hook! {
     }
 }
 
-/// Our descriptors in the program's array, by index. When this is dropped they are back there, with what a file is ready for, even
-/// if the thread is cancelled.
+/// Our descriptors in the program's array, by index, as they are when the call returns. When this is dropped they are back there,
+/// even if the thread is cancelled.
 struct TakenFromArray<'a> {
     descriptors: FromC<'a, *mut pollfd>,
-    ours: Vec<(usize, pollfd)>,
+    answered: Vec<(usize, pollfd)>,
 }
 
 impl Drop for TakenFromArray<'_> {
     fn drop(&mut self) {
-        for &(at, entry) in &self.ours {
+        for &(at, entry) in &self.answered {
             // Fails only if the program has unmapped the array in the meantime.
-            let _ = self.descriptors.at(at).put(pollfd { revents: entry.events & READY, ..entry });
+            let _ = self.descriptors.at(at).put(entry);
         }
     }
+}
+
+/// Returns what the program learns about a descriptor of ours, or about a reserved one, which looks closed.
+#[inline]
+fn answered(entry: pollfd) -> Option<pollfd> {
+    match is_hidden(entry.fd) {
+        true => Some(pollfd { revents: libc::POLLNVAL, ..entry }),
+        false => table::is_open(entry.fd).then_some(pollfd { revents: entry.events & READY, ..entry }),
+    }
+}
+
+/// Returns whether an array contains a reserved descriptor.
+pub(super) fn polls_hidden(descriptors: FromC<*mut pollfd>, count: nfds_t) -> bool {
+    reserved_numbers().next().is_some()
+        && descriptors.as_const().values(count as usize).is_ok_and(|mut all| all.any(|entry| is_hidden(entry.fd)))
 }
 
 /// Polls. `kernel` polls the other descriptors; its argument says whether one of ours is ready, so that it must not wait.
@@ -99,16 +115,16 @@ fn poll_with(descriptors: FromC<*mut pollfd>, count: nfds_t, kernel: impl FnOnce
     let count = count as usize;
     // The kernel fails for an array that cannot be read.
     let Ok(all) = descriptors.as_const().values(count) else { return kernel(false) };
-    if !all.clone().any(|entry| table::is_open(entry.fd)) {
+    if !all.clone().any(|entry| answered(entry).is_some()) {
         return kernel(false);
     }
-    let ours: Vec<(usize, pollfd)> = all.enumerate().filter(|(_, entry)| table::is_open(entry.fd)).collect();
-    let ready = ours.iter().filter(|(_, entry)| entry.events & READY != 0).count() as c_int;
+    let answered: Vec<(usize, pollfd)> = all.enumerate().filter_map(|(at, entry)| Some((at, answered(entry)?))).collect();
+    let ready = answered.iter().filter(|(_, entry)| entry.revents != 0).count() as c_int;
     if let Err(errno) = descriptors.check_writable(count) {
         return fail(errno);
     }
-    let taken = TakenFromArray { descriptors, ours };
-    for &(at, entry) in &taken.ours {
+    let taken = TakenFromArray { descriptors, answered };
+    for &(at, entry) in &taken.answered {
         // The kernel skips negative numbers. The array is writable, so this cannot fail.
         let _ = descriptors.at(at).put(pollfd { fd: -1, ..entry });
     }
@@ -136,8 +152,20 @@ impl Drop for TakenFromSets<'_> {
     }
 }
 
+/// Returns whether one of the sets contains a reserved descriptor.
+pub(super) fn selects_hidden(count: c_int, sets: [Set; 3]) -> bool {
+    let is_member = |set: &Set, number: RawFd| {
+        !set.is_null() && set.at(number as usize / 64).get().is_some_and(|word| word >> (number % 64) & 1 == 1)
+    };
+    let in_range = |number: &RawFd| (0..count).contains(number);
+    reserved_numbers().filter(in_range).any(|number| sets.iter().any(|set| is_member(set, number)) && is_hidden(number))
+}
+
 /// Selects. `kernel` selects among the other descriptors; its argument says whether one of ours is ready.
 fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(bool) -> c_int) -> c_int {
+    if selects_hidden(count, sets) {
+        return fail(libc::EBADF);
+    }
     // Like the kernel, this looks at the words that may hold an open descriptor, and at none after them.
     let Some(last) = (count > 0).then(|| table::numbers(0, count - 1).last()).flatten() else { return kernel(false) };
     // Takes our numbers out of a set. The null pointer is a set that was left out.

@@ -24,7 +24,7 @@ pub(crate) struct Part<'a> {
 const _: () = assert!(size_of::<Part<'_>>() == size_of::<libc::iovec>());
 
 /// A vector of buffers.
-type Parts<'a> = FromC<'a, *const Part<'a>>;
+pub(super) type Parts<'a> = FromC<'a, *const Part<'a>>;
 
 hook! {
     fn read | __read (descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {

@@ -6,8 +6,10 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
 use dayfly_client::cancellation;
+use dayfly_client::reserved_fd::is_hidden;
 use libc::{cmsghdr, mmsghdr, msghdr, off_t, size_t};
 
+use super::hidden::as_seen;
 use super::hook;
 use crate::attach::{known_view, view};
 use crate::fault::{Fault, answer};
@@ -22,47 +24,47 @@ const CONTROL_LEN_MAX: usize = 1 << 20;
 const CHUNK_LEN: usize = 64 << 10;
 
 hook! {
-    fn sendfile | sendfile64 (to: c_int, from: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
-        match table::find(from) {
-            None => sendfile::next(to, from, offset, count),
-            Some(open) => answer(|| transfer(&open, offset, to, FromC::<*mut off_t>::null(), count)),
+    fn sendfile | sendfile64 (sink: c_int, source: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
+        match table::find(source) {
+            None => sendfile::next(sink, source, offset, count),
+            Some(open) => answer(|| transfer(&open, offset, as_seen(sink), FromC::<*mut off_t>::null(), count)),
         }
     }
 
     fn copy_file_range(
-        from: c_int,
+        source: c_int,
         from_offset: FromC<*mut off_t>,
-        to: c_int,
+        sink: c_int,
         to_offset: FromC<*mut off_t>,
         len: size_t,
         flags: c_uint,
     ) -> isize {
-        match table::find(from) {
+        match table::find(source) {
             // Our files are open for reading only.
-            None if table::is_ours(to) => fail(libc::EBADF),
-            None => copy_file_range::next(from, from_offset, to, to_offset, len, flags),
+            None if table::is_ours(sink) => fail(libc::EBADF),
+            None => copy_file_range::next(source, from_offset, sink, to_offset, len, flags),
             Some(_) if flags != 0 => fail(libc::EINVAL),
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, to, to_offset, len))
+                answer(|| transfer(&open, from_offset, as_seen(sink), to_offset, len))
             }
         }
     }
 
     fn splice(
-        from: c_int,
+        source: c_int,
         from_offset: FromC<*mut off_t>,
-        to: c_int,
+        sink: c_int,
         to_offset: FromC<*mut off_t>,
         len: size_t,
         flags: c_uint,
     ) -> isize {
-        match table::find(from) {
-            None => splice::next(from, from_offset, to, to_offset, len, flags),
+        match table::find(source) {
+            None => splice::next(source, from_offset, sink, to_offset, len, flags),
             // No more than a pipe holds: the caller may be the program that empties it.
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, to, to_offset, len.min(CHUNK_LEN)))
+                answer(|| transfer(&open, from_offset, as_seen(sink), to_offset, len.min(CHUNK_LEN)))
             }
         }
     }
@@ -70,6 +72,9 @@ hook! {
     fn sendmsg(socket, message, flags) {
         let Some(header) = message.get().filter(has_control) else { return sendmsg::next(socket, message, flags) };
         let passed = passed(&header);
+        if passes_hidden(&passed) {
+            return fail(libc::EBADF);
+        }
         if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
             return sendmsg::next(socket, message, flags);
         }
@@ -93,6 +98,9 @@ hook! {
         let Ok(headers) = headers else { return sendmmsg::next(socket, messages, count, flags) };
         let headers: Vec<msghdr> = headers.map(|message| message.msg_hdr).filter(has_control).collect();
         let passed: Vec<_> = headers.iter().flat_map(passed).collect();
+        if passes_hidden(&passed) {
+            return fail(libc::EBADF);
+        }
         if !passed.iter().any(|number| number.get().is_some_and(table::is_ours)) {
             return sendmmsg::next(socket, messages, count, flags);
         }
@@ -116,10 +124,25 @@ fn has_control(header: &msghdr) -> bool {
         && pages::is_readable(header.msg_control as usize, header.msg_controllen)
 }
 
-/// Returns whether a message passes descriptors of ours.
-pub(super) fn passes_ours(message: FromC<*const msghdr>) -> bool {
-    let header = message.get().filter(has_control);
-    header.is_some_and(|header| passed(&header).iter().any(|number| number.get().is_some_and(table::is_ours)))
+/// Returns whether a message passes descriptors of ours, or reserved ones.
+pub(super) fn concerns_us(message: FromC<*const msghdr>) -> bool {
+    message.get().is_some_and(|header| has_ours(&header))
+}
+
+/// Like [`concerns_us`], for several messages.
+pub(super) fn any_concerns_us(messages: FromC<*const mmsghdr>, count: c_uint) -> bool {
+    let count = if known_view().is_some() { count.min(libc::UIO_MAXIOV as c_uint) } else { 0 };
+    messages.values(count as usize).is_ok_and(|mut messages| messages.any(|message| has_ours(&message.msg_hdr)))
+}
+
+fn has_ours(header: &msghdr) -> bool {
+    let is_ours = |number: RawFd| table::is_ours(number) || is_hidden(number);
+    has_control(header) && passed(header).iter().any(|number| number.get().is_some_and(is_ours))
+}
+
+/// Returns whether control data passes reserved descriptors, which look closed.
+fn passes_hidden(passed: &[FromC<*mut RawFd>]) -> bool {
+    passed.iter().any(|number| number.get().is_some_and(is_hidden))
 }
 
 /// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.

@@ -5,7 +5,6 @@
 
 use std::ffi::{c_int, c_long};
 
-use dayfly_client::reserved_fd::is_reserved;
 use libc::{EBADF, mode_t};
 
 use super::super::attributes::{fgetxattr, flistxattr, fstatfs, getxattr, lgetxattr, listxattr, llistxattr, statfs};
@@ -23,15 +22,16 @@ use super::super::exec::{execve, execveat};
 use super::super::map::{mmap, mprotect, mremap, munmap, pkey_mprotect, shmdt};
 use super::super::names::{chdir, faccessat, fchdir, readlinkat};
 use super::super::open::openat;
-use super::super::poll::epoll_ctl;
+use super::super::poll::{epoll_ctl, polls_hidden, ppoll, selects_hidden};
 use super::super::read::{lseek, pread, preadv, preadv2, read, readahead, readv};
 use super::super::stat::{fstat, fstatat, statx};
-use super::super::transfer::{copy_file_range, passes_ours, sendfile, sendmsg, splice};
+use super::super::transfer::{any_concerns_us, concerns_us, copy_file_range, sendfile, sendmmsg, sendmsg, splice};
 #[cfg(target_arch = "x86_64")]
 use super::super::{
     descriptor::dup2,
     names::{access, readlink},
     open::{creat, open},
+    poll::poll,
     stat::{lstat, stat},
 };
 use super::Call;
@@ -109,7 +109,7 @@ rules! {
     SYS_close_range: c => close_range(c.get(0), c.get(1), c.get(2));
     SYS_dup: c => dup(c.get(0));
     SYS_dup3: c => dup3(c.get(0), c.get(1), c.get(2));
-    SYS_fcntl: c if c.is_ours(0) || is_reserved(c.get(0)) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
+    SYS_fcntl: c if c.is_ours(0) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
     SYS_ioctl: c if c.may_be_ours(0) => ioctl(c.get(0), c.get(1), c.get(2)), else c.may_create();
     SYS_flock: c if c.is_ours(0) => flock(c.get(0), c.get(1));
     SYS_fsync: c if c.is_ours(0) => fsync(c.get(0));
@@ -125,7 +125,10 @@ rules! {
     SYS_fchown: c if c.is_ours(0) => fchown(c.get(0), c.get(1), c.get(2));
     SYS_fchdir: c if c.is_ours(0) => fchdir(c.get(0)), else c.leaves();
     SYS_epoll_ctl: c if c.is_ours(2) => epoll_ctl(c.get(0), c.get(1), c.get(2), c.get(3));
-    SYS_sendmsg: c if passes_ours(c.get(1)) => sendmsg(c.get(0), c.get(1), c.get(2));
+    SYS_sendmsg: c if concerns_us(c.get(1)) => sendmsg(c.get(0), c.get(1), c.get(2));
+    SYS_sendmmsg: c if any_concerns_us(c.get(1), c.get(2)) => sendmmsg(c.get(0), c.get(1), c.get(2), c.get(3));
+    SYS_ppoll: c if polls_hidden(c.get(0), c.get(1)) => ppoll(c.get(0), c.get(1), c.get(2), c.get(3));
+    SYS_pselect6: c if selects_hidden(c.get(0), c.sets()) => fail::<c_int>(EBADF);
 
     // Paths.
     SYS_openat: c if c.leads_in_from(0, 1) => openat(c.get(0), c.get(1), c.get(2), c.get(3)), else c.creates();
@@ -211,6 +214,10 @@ rules! {
     SYS_readlink: c if c.leads_in(0) => readlink(c.get(0), c.get(1), c.get(2));
     #[cfg(target_arch = "x86_64")]
     SYS_dup2: c => dup2(c.get(0), c.get(1));
+    #[cfg(target_arch = "x86_64")]
+    SYS_poll: c if polls_hidden(c.get(0), c.get(1)) => poll(c.get(0), c.get(1), c.get(2));
+    #[cfg(target_arch = "x86_64")]
+    SYS_select: c if selects_hidden(c.get(0), c.sets()) => fail::<c_int>(EBADF);
     #[cfg(target_arch = "x86_64")]
     SYS_mkdir: c if c.leads_in(0) => mkdir(c.get(0), c.get(1));
     #[cfg(target_arch = "x86_64")]
