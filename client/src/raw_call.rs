@@ -2,7 +2,7 @@
 //! hides the library's own descriptors there. No call touches `errno`.
 
 use std::mem::MaybeUninit;
-use std::os::fd::RawFd;
+use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
 
 use nix::libc;
 
@@ -40,11 +40,20 @@ unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize, 
 
 /// Returns device and inode of the file at a number; `None` if nothing is open there.
 pub fn identity(number: RawFd) -> Option<(u64, u64)> {
+    attributes(number).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+/// Returns the mode of the file at a number, with its type; `None` if nothing is open there.
+pub fn mode(number: RawFd) -> Option<u32> {
+    attributes(number).map(|stat| stat.st_mode)
+}
+
+fn attributes(number: RawFd) -> Option<libc::stat> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the kernel fills in the structure.
     let result = unsafe { call(libc::SYS_fstat, number as usize, stat.as_mut_ptr().addr(), 0, 0) };
     // SAFETY: the call succeeded, so the structure is filled in.
-    (result == 0).then(|| unsafe { stat.assume_init_ref() }).map(|stat| (stat.st_dev, stat.st_ino))
+    (result == 0).then(|| unsafe { stat.assume_init() })
 }
 
 /// Returns the flags with which a descriptor's file is open (`F_GETFL`); `None` if nothing is open there.
@@ -70,6 +79,12 @@ pub(crate) fn duplicate_above(number: RawFd, floor: RawFd) -> Result<RawFd, i32>
     // SAFETY: the command takes two numbers.
     let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_DUPFD_CLOEXEC as usize, floor as usize, 0) };
     if result >= 0 { Ok(result as RawFd) } else { Err(-result as i32) }
+}
+
+/// Closes a descriptor that the caller owns.
+pub fn close(owned: OwnedFd) {
+    // SAFETY: the number is open, and nobody uses it anymore.
+    unsafe { call(libc::SYS_close, owned.into_raw_fd() as usize, 0, 0, 0) };
 }
 
 /// Returns the limit on descriptors, soft and hard. It holds for the whole process.

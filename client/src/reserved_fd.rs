@@ -339,7 +339,10 @@ fn is_hidden_now(number: RawFd) -> bool {
 /// Iterates over the numbers that are reserved.
 pub fn reserved_numbers() -> impl Iterator<Item = RawFd> {
     let used = RECORDS_USED.load(Ordering::Acquire).min(RECORDS_MAX);
-    RECORDS[..used].iter().filter(|record| record.is_taken.load(Ordering::Acquire)).map(|record| record.number.load(Ordering::Acquire))
+    RECORDS[..used]
+        .iter()
+        .filter(|record| record.is_taken.load(Ordering::Acquire))
+        .map(|record| record.number.load(Ordering::Acquire))
 }
 
 /// Learns that the kernel has just given a number to a file of the program. If the number was reserved, it no longer is. A

@@ -32,7 +32,8 @@ fn no_call_reaches_the_library_s_descriptors() {
     }
 }
 
-/// SEMANTICS: "A low soft limit on descriptors is raised for the moment in which they get their numbers, if the hard limit allows."
+/// SEMANTICS: "A low soft limit on descriptors is raised for the moment in which the library's own get their numbers, if the hard limit
+/// allows; otherwise they take some of the program's numbers."
 #[test]
 fn a_low_limit_leaves_the_program_its_numbers() {
     let (expected, found) = run("low");

@@ -10,7 +10,7 @@
 //! [`is_suspect`] says whether that can have happened.
 
 use std::ffi::CString;
-use std::os::fd::RawFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::null_mut;
@@ -73,6 +73,18 @@ pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
             duplicate(placeholder.reserved.number(), close_on_exec)
         }
         result => result,
+    }
+}
+
+/// Returns whether the process may open another file.
+pub(crate) fn has_free_number() -> bool {
+    match new_number(true) {
+        Ok(number) => {
+            // SAFETY: made just above, and nobody else knows it.
+            raw_call::close(unsafe { OwnedFd::from_raw_fd(number) });
+            true
+        }
+        Err(errno) => errno != libc::EMFILE,
     }
 }
 

@@ -28,16 +28,36 @@ pub(super) fn as_seen(number: RawFd) -> RawFd {
 
 /// Decides by an argument's name whether it is a descriptor, and returns what the next library gets for it.
 macro_rules! seen {
-    (descriptor $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (directory $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (from_directory $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (to_directory $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (socket $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (epoll $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (mount $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (source $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    (sink $value:ident) => { $crate::calls::hidden::as_seen($value) };
-    ($other:ident $value:ident) => { $value };
+    (descriptor $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (directory $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (from_directory $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (to_directory $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (socket $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (epoll $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (mount $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (source $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    (sink $value:ident) => {
+        $crate::calls::hidden::as_seen($value)
+    };
+    ($other:ident $value:ident) => {
+        $value
+    };
 }
 pub(super) use seen;
 

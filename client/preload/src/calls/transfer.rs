@@ -5,9 +5,9 @@ use std::ffi::{c_int, c_uint};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
-use dayfly_client::cancellation;
 use dayfly_client::reserved_fd::is_hidden;
-use libc::{cmsghdr, mmsghdr, msghdr, off_t, size_t};
+use dayfly_client::{cancellation, raw_call};
+use libc::{cmsghdr, mmsghdr, mode_t, msghdr, off_t, size_t};
 
 use super::hidden::as_seen;
 use super::hook;
@@ -20,6 +20,8 @@ use crate::{exec_handoff, next};
 
 /// No kernel takes more control data with a message.
 const CONTROL_LEN_MAX: usize = 1 << 20;
+/// The flags that `splice` takes.
+const SPLICE_FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
 /// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
@@ -27,7 +29,22 @@ hook! {
     fn sendfile | sendfile64 (sink: c_int, source: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
         match table::find(source) {
             None => sendfile::next(sink, source, offset, count),
-            Some(open) => answer(|| transfer(&open, offset, as_seen(sink), FromC::<*mut off_t>::null(), count)),
+            Some(open) if open.is_place() => sendfile::next(sink, source, offset, count),
+            Some(open) => answer(|| {
+                check_offset(offset, libc::EINVAL)?;
+                let sink = Sink::new(sink)?;
+                sink.check_writable()?;
+                if sink.kind == libc::S_IFIFO {
+                    sink.check_room(0)?;
+                }
+                if sink.flags & libc::O_APPEND != 0 || open.file().is_err() && count != 0 {
+                    return Err(Fault::Errno(libc::EINVAL));
+                }
+                if count == 0 {
+                    return Ok(0);
+                }
+                transfer(&open, offset, sink.number, FromC::<*mut off_t>::null(), count)
+            }),
         }
     }
 
@@ -43,10 +60,27 @@ hook! {
             // Our files are open for reading only.
             None if table::is_ours(sink) => fail(libc::EBADF),
             None => copy_file_range::next(source, from_offset, sink, to_offset, len, flags),
-            Some(_) if flags != 0 => fail(libc::EINVAL),
+            Some(open) if open.is_place() => copy_file_range::next(source, from_offset, sink, to_offset, len, flags),
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, as_seen(sink), to_offset, len))
+                answer(|| {
+                    let sink = Sink::new(sink)?;
+                    if flags != 0 {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    if open.file().is_err() || sink.kind == libc::S_IFDIR {
+                        return Err(Fault::Errno(libc::EISDIR));
+                    }
+                    if sink.kind != libc::S_IFREG {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    sink.check_writable()?;
+                    if sink.flags & libc::O_APPEND != 0 {
+                        return Err(Fault::Errno(libc::EBADF));
+                    }
+                    check_offset(from_offset, libc::EOVERFLOW)?;
+                    transfer(&open, from_offset, sink.number, to_offset, len)
+                })
             }
         }
     }
@@ -61,10 +95,33 @@ hook! {
     ) -> isize {
         match table::find(source) {
             None => splice::next(source, from_offset, sink, to_offset, len, flags),
-            // No more than a pipe holds: the caller may be the program that empties it.
+            Some(open) if open.is_place() => splice::next(source, from_offset, sink, to_offset, len, flags),
             Some(open) => {
                 next::act_on_cancel();
-                answer(|| transfer(&open, from_offset, as_seen(sink), to_offset, len.min(CHUNK_LEN)))
+                answer(|| {
+                    if len == 0 {
+                        return Ok(0);
+                    }
+                    if flags & !SPLICE_FLAGS != 0 {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    let sink = Sink::new(sink)?;
+                    let is_pipe = sink.kind == libc::S_IFIFO;
+                    if is_pipe && !to_offset.is_null() {
+                        return Err(Fault::Errno(libc::ESPIPE));
+                    }
+                    sink.check_writable()?;
+                    if !is_pipe {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    check_offset(from_offset, libc::EINVAL)?;
+                    sink.check_room(flags)?;
+                    if open.file().is_err() {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    // No more than a pipe holds: the caller may be the program that empties it.
+                    transfer(&open, from_offset, sink.number, to_offset, len.min(CHUNK_LEN))
+                })
             }
         }
     }
@@ -115,6 +172,48 @@ hook! {
             Err(errno) => fail(errno),
         }
     }
+}
+
+/// A descriptor that gets bytes, and what the kernel knows about it.
+struct Sink {
+    number: RawFd,
+    flags: c_int,
+    /// The type bits of its mode.
+    kind: mode_t,
+}
+
+impl Sink {
+    /// # Errors
+    ///
+    /// EBADF if nothing can be read or written through the number.
+    fn new(number: RawFd) -> Result<Self, Errno> {
+        let number = as_seen(number);
+        let (flags, mode) = raw_call::flags(number).zip(raw_call::mode(number)).ok_or(libc::EBADF)?;
+        match table::find(number) {
+            Some(open) if !open.is_place() => Ok(Self { number, flags: libc::O_RDONLY, kind: open.stat().mode() & libc::S_IFMT }),
+            _ if flags & libc::O_PATH != 0 => Err(libc::EBADF),
+            _ => Ok(Self { number, flags, kind: mode & libc::S_IFMT }),
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), Errno> {
+        if self.flags & libc::O_ACCMODE == libc::O_RDONLY { Err(libc::EBADF) } else { Ok(()) }
+    }
+
+    /// Checks that a pipe takes bytes now, if the call must not wait. `flags` are those of `splice`.
+    fn check_room(&self, flags: c_uint) -> Result<(), Errno> {
+        if self.flags & libc::O_NONBLOCK == 0 && flags & libc::SPLICE_F_NONBLOCK == 0 {
+            return Ok(());
+        }
+        let mut polled = libc::pollfd { fd: self.number, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one live structure.
+        if unsafe { libc::poll(&raw mut polled, 1, 0) } == 0 { Err(libc::EAGAIN) } else { Ok(()) }
+    }
+}
+
+/// Checks an offset that the program may have given. A negative one is the error `negative`.
+fn check_offset(offset: FromC<*mut off_t>, negative: Errno) -> Result<(), Errno> {
+    if offset.get_if_given()?.is_some_and(|offset| offset < 0) { Err(negative) } else { Ok(()) }
 }
 
 /// Returns whether a message has control data that can be read, and no more than the kernel takes. The kernel fails for the rest.
