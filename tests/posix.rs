@@ -442,7 +442,7 @@ fn the_library_needs_no_symbol_newer_than_glibc_2_28() {
         assert!(minor <= 28, "{line}");
         checked += 1;
     }
-    assert!(checked > 50, "{symbols}");
+    assert!(checked > 30, "{symbols}");
 }
 
 /// SEMANTICS: "PID and user namespaces make no difference."

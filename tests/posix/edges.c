@@ -46,8 +46,11 @@ static void numbers(void) {
     getrlimit(RLIMIT_NOFILE, &limit);
     limit.rlim_cur = 20;
     setrlimit(RLIMIT_NOFILE, &limit);
-    while (open("/dev/null", O_RDONLY) >= 0)
+    while (open("/dev/null", O_RDONLY) < 19)
         ;
+    /* Nothing has failed so far. */
+    SHOW(open(at("list"), O_RDONLY | O_DIRECTORY));
+    SHOW(open(at("sub"), O_WRONLY));
     for (int full = 1; full >= 0; full--) {
         if (!full)
             close(15);

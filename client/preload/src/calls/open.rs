@@ -76,9 +76,14 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     Ok(give_number(&description, close_on_exec)?)
 }
 
-/// Returns whether a failure comes second to another one: the kernel looks for a free number before it looks at the path.
+/// Returns whether a failure comes second to another one: the kernel looks for a free number before it looks at the path. Programs
+/// often look for files that do not exist, so then this asks the kernel only if numbers were scarce before.
 fn has_no_number(fault: &Fault) -> bool {
-    matches!(fault, Fault::Errno(_)) && !placeholder::has_free_number()
+    match fault {
+        Fault::Leaves(_) => false,
+        Fault::Errno(libc::ENOENT) if !placeholder::are_numbers_scarce() => false,
+        Fault::Errno(_) => !placeholder::has_free_number(),
+    }
 }
 
 /// Gives a description the lowest free number.

@@ -65,6 +65,8 @@ hook! {
                 next::act_on_cancel();
                 answer(|| {
                     let sink = Sink::new(sink)?;
+                    from_offset.get_if_given()?;
+                    to_offset.get_if_given()?;
                     if flags != 0 {
                         return Err(Fault::Errno(libc::EINVAL));
                     }
