@@ -2,12 +2,15 @@
 //! hides the library's own descriptors there. No call touches `errno`.
 
 use std::mem::MaybeUninit;
-use std::os::fd::RawFd;
+use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
 
 use nix::libc;
 
 /// `F_DUPFD_QUERY`.
 const DUPLICATE_QUERY: usize = 1027;
+
+/// `RLIMIT_NOFILE`, as an argument of a system call.
+const DESCRIPTORS: usize = libc::RLIMIT_NOFILE as usize;
 
 /// Makes a system call with four arguments. Returns the kernel's result, which is negative for an error.
 ///
@@ -37,11 +40,20 @@ unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize, 
 
 /// Returns device and inode of the file at a number; `None` if nothing is open there.
 pub fn identity(number: RawFd) -> Option<(u64, u64)> {
+    attributes(number).map(|stat| (stat.st_dev, stat.st_ino))
+}
+
+/// Returns the mode of the file at a number, with its type; `None` if nothing is open there.
+pub fn mode(number: RawFd) -> Option<u32> {
+    attributes(number).map(|stat| stat.st_mode)
+}
+
+fn attributes(number: RawFd) -> Option<libc::stat> {
     let mut stat = MaybeUninit::<libc::stat>::uninit();
     // SAFETY: the kernel fills in the structure.
     let result = unsafe { call(libc::SYS_fstat, number as usize, stat.as_mut_ptr().addr(), 0, 0) };
     // SAFETY: the call succeeded, so the structure is filled in.
-    (result == 0).then(|| unsafe { stat.assume_init_ref() }).map(|stat| (stat.st_dev, stat.st_ino))
+    (result == 0).then(|| unsafe { stat.assume_init() })
 }
 
 /// Returns the flags with which a descriptor's file is open (`F_GETFL`); `None` if nothing is open there.
@@ -59,10 +71,39 @@ pub fn are_same(left: RawFd, right: RawFd) -> Option<bool> {
 }
 
 /// Duplicates a descriptor to the lowest free number that is not below `floor`, close-on-exec.
-pub(crate) fn duplicate_above(number: RawFd, floor: RawFd) -> Option<RawFd> {
+///
+/// # Errors
+///
+/// The kernel's error number: EINVAL if `floor` is not below the limit, EMFILE if no number is free.
+pub(crate) fn duplicate_above(number: RawFd, floor: RawFd) -> Result<RawFd, i32> {
     // SAFETY: the command takes two numbers.
     let result = unsafe { call(libc::SYS_fcntl, number as usize, libc::F_DUPFD_CLOEXEC as usize, floor as usize, 0) };
-    (result >= 0).then_some(result as RawFd)
+    if result >= 0 { Ok(result as RawFd) } else { Err(-result as i32) }
+}
+
+/// Closes a descriptor that the caller owns.
+pub fn close(owned: OwnedFd) {
+    // SAFETY: the number is open, and nobody uses it anymore.
+    unsafe { call(libc::SYS_close, owned.into_raw_fd() as usize, 0, 0, 0) };
+}
+
+/// Returns the limit on descriptors, soft and hard. It holds for the whole process.
+pub(crate) fn descriptors_limit() -> Option<(u64, u64)> {
+    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
+    // SAFETY: the kernel fills in the structure.
+    let result = unsafe { call(libc::SYS_prlimit64, 0, DESCRIPTORS, 0, limit.as_mut_ptr().addr()) };
+    // SAFETY: the call succeeded, so the structure is filled in.
+    (result == 0).then(|| unsafe { limit.assume_init() }).map(|limit| (limit.rlim_cur, limit.rlim_max))
+}
+
+/// Sets the limit on descriptors, and returns what it was before; `None` if the kernel refuses.
+pub(crate) fn replace_descriptors_limit(soft: u64, hard: u64) -> Option<(u64, u64)> {
+    let new = libc::rlimit64 { rlim_cur: soft, rlim_max: hard };
+    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
+    // SAFETY: the kernel reads one structure, and fills in the other.
+    let result = unsafe { call(libc::SYS_prlimit64, 0, DESCRIPTORS, (&raw const new).addr(), limit.as_mut_ptr().addr()) };
+    // SAFETY: the call succeeded, so the structure is filled in.
+    (result == 0).then(|| unsafe { limit.assume_init() }).map(|limit| (limit.rlim_cur, limit.rlim_max))
 }
 
 /// Changes this thread's mask of signals. Returns the mask before.

@@ -7,20 +7,24 @@
 //! file it had open, by device and inode. [`ReservedFd::get`] compares them before each use, and a
 //! number that has another file by now is neither used nor closed.
 //!
+//! To the program these descriptors look closed: the preload library passes no call on that names one ([`is_hidden`]), unless the
+//! thread that makes the call is using a reserved descriptor, and so is running this library's code.
+//!
 //! The records lie in static memory, never move, and are changed without a lock.
 
+use std::cell::Cell;
 use std::fs::File;
 use std::io;
+use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::Deref;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::libc;
-use nix::sys::resource::{Resource, getrlimit};
 
-use crate::raw_call::{duplicate_above, identity};
+use crate::raw_call::{descriptors_limit, duplicate_above, identity, replace_descriptors_limit};
 
 /// Reserved descriptors lie just below this number, or below the process's limit. A higher ceiling
 /// would cost every fork, because the kernel copies the table up to its last descriptor.
@@ -32,12 +36,24 @@ const ROOM: u64 = 128;
 const WATCHED: usize = 1 << 16;
 /// Descriptors that can be recorded at a time. More than these work, but are not protected.
 const RECORDS_MAX: usize = 4096;
+/// How often a descriptor is moved while other threads change the limit.
+const ATTEMPTS_MAX: u32 = 100;
 /// How long [`give_way`] waits for threads that are using the number.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// By number: the index of its record plus one, or 0.
 static WATCH: [AtomicU32; WATCHED] = [const { AtomicU32::new(0) }; WATCHED];
 static RECORDS: [Record; RECORDS_MAX] = [const { Record::new() }; RECORDS_MAX];
+/// One more than the highest index of a record that was ever taken.
+static RECORDS_USED: AtomicUsize = AtomicUsize::new(0);
+/// The limit on descriptors that is in force again after it was raised for a moment; [`NOT_RAISED`] otherwise.
+static LIMIT_BEFORE: AtomicU64 = AtomicU64::new(NOT_RAISED);
+const NOT_RAISED: u64 = u64::MAX;
+
+thread_local! {
+    /// Reserved descriptors that this thread is using.
+    static USES: Cell<u32> = const { Cell::new(0) };
+}
 
 /// A reserved descriptor's record.
 struct Record {
@@ -77,10 +93,11 @@ pub struct ReservedFd {
     index: u32,
 }
 
-/// A reserved descriptor that was just found to be intact, for one use.
+/// A reserved descriptor that was just found to be intact, for one use by the thread that asked for it.
 pub struct InUse<'a> {
     file: ManuallyDrop<File>,
     record: &'a Record,
+    stays_in_thread: PhantomData<*const ()>,
 }
 
 impl InUse<'_> {
@@ -91,7 +108,7 @@ impl InUse<'_> {
     ///
     /// If the process has too many open files.
     pub fn duplicate(&self) -> io::Result<File> {
-        let number = duplicate_above(self.as_raw_fd(), 0).ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))?;
+        let number = duplicate_above(self.as_raw_fd(), 0).map_err(io::Error::from_raw_os_error)?;
         // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
         Ok(File::from(unsafe { OwnedFd::from_raw_fd(number) }))
     }
@@ -107,6 +124,7 @@ impl Deref for InUse<'_> {
 
 impl Drop for InUse<'_> {
     fn drop(&mut self) {
+        USES.set(USES.get().saturating_sub(1));
         self.record.users.fetch_sub(1, Ordering::AcqRel);
     }
 }
@@ -125,6 +143,7 @@ impl ReservedFd {
             None => (&*Box::leak(Box::new(Record::new())), 0),
         };
         let (device, inode) = identity(file.as_raw_fd()).unwrap_or_default();
+        RECORDS_USED.fetch_max(index as usize, Ordering::AcqRel);
         record.device.store(device, Ordering::Release);
         record.inode.store(inode, Ordering::Release);
         let number = moved_up(file).into_raw_fd();
@@ -150,7 +169,9 @@ impl ReservedFd {
         record.users.fetch_add(1, Ordering::SeqCst);
         let number = record.number.load(Ordering::SeqCst);
         // SAFETY: the file is never closed through this value; whether the number is open is checked below.
-        let in_use = InUse { file: ManuallyDrop::new(unsafe { File::from_raw_fd(number) }), record };
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(number) });
+        let in_use = InUse { file, record, stays_in_thread: PhantomData };
+        USES.set(USES.get() + 1);
         if record.is_at(number) { Ok(in_use) } else { Err(io::Error::other("the program closed a descriptor of the library")) }
     }
 
@@ -206,12 +227,61 @@ impl Drop for ReservedFd {
 
 /// Moves a file to a high number, if one is free there.
 fn moved_up(file: File) -> File {
-    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(CEILING, |(soft, _)| soft);
-    let floor = limit.min(CEILING).saturating_sub(ROOM).max(limit.min(CEILING) / 2);
-    match duplicate_above(file.as_raw_fd(), floor as RawFd) {
+    match high_copy(file.as_raw_fd()) {
         // SAFETY: the kernel has just made this descriptor for us; nothing else owns it.
         Some(high) => File::from(unsafe { OwnedFd::from_raw_fd(high) }),
         None => file,
+    }
+}
+
+/// Duplicates a descriptor to a high number, if one is free there.
+///
+/// A low limit is raised for that moment, if the process may: otherwise the copy would take one of the few numbers that the program
+/// has.
+fn high_copy(number: RawFd) -> Option<RawFd> {
+    for _ in 0..ATTEMPTS_MAX {
+        let (soft, hard) = descriptors_limit().unwrap_or((CEILING, CEILING));
+        let wanted = soft.max(hard.min(CEILING));
+        let raised = (soft < wanted).then(|| RaisedLimit::new(soft, wanted, hard)).flatten();
+        let limit = if raised.is_some() { wanted } else { soft }.min(CEILING);
+        match duplicate_above(number, limit.saturating_sub(ROOM).max(limit / 2) as RawFd) {
+            Ok(copy) => return Some(copy),
+            // Above the limit: another thread has lowered it since it was read.
+            Err(libc::EINVAL) => {}
+            Err(_) => return None,
+        }
+    }
+    None
+}
+
+/// While this value lives, the process may have more descriptors.
+struct RaisedLimit {
+    before: u64,
+    raised: u64,
+    hard: u64,
+}
+
+impl RaisedLimit {
+    /// Raises the limit from `before`, unless the kernel refuses.
+    fn new(before: u64, raised: u64, hard: u64) -> Option<Self> {
+        LIMIT_BEFORE.store(before, Ordering::Release);
+        let is_raised = replace_descriptors_limit(raised, hard).is_some();
+        if !is_raised {
+            LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+        }
+        is_raised.then_some(Self { before, raised, hard })
+    }
+}
+
+impl Drop for RaisedLimit {
+    fn drop(&mut self) {
+        let found = replace_descriptors_limit(self.before, self.hard);
+        let is_expected = |&(soft, hard): &(u64, u64)| hard == self.hard && (soft == self.raised || soft == self.before);
+        if let Some((soft, hard)) = found.filter(|found| !is_expected(found)) {
+            // The program has set another limit in the meantime, which applies.
+            replace_descriptors_limit(soft, hard);
+        }
+        LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
     }
 }
 
@@ -254,6 +324,27 @@ pub fn is_watched(number: RawFd) -> bool {
     entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
 }
 
+/// Returns whether a number must look closed to the caller: it is reserved, and this thread is not using a reserved descriptor, so the
+/// caller is the program. Where the number is not reserved, which is almost everywhere, this is one load.
+#[inline]
+pub fn is_hidden(number: RawFd) -> bool {
+    is_watched(number) && is_hidden_now(number)
+}
+
+#[cold]
+fn is_hidden_now(number: RawFd) -> bool {
+    USES.get() == 0 && is_still_reserved(number)
+}
+
+/// Iterates over the numbers that are reserved.
+pub fn reserved_numbers() -> impl Iterator<Item = RawFd> {
+    let used = RECORDS_USED.load(Ordering::Acquire).min(RECORDS_MAX);
+    RECORDS[..used]
+        .iter()
+        .filter(|record| record.is_taken.load(Ordering::Acquire))
+        .map(|record| record.number.load(Ordering::Acquire))
+}
+
 /// Learns that the kernel has just given a number to a file of the program. If the number was reserved, it no longer is. A
 /// `vfork` child must not call this.
 #[inline]
@@ -271,7 +362,7 @@ pub fn note_given(number: RawFd) {
 /// EBUSY if a thread uses the descriptor and does not end in time, EMFILE if no other number is free.
 pub fn give_way(number: RawFd) -> Result<(), i32> {
     let Some((record, index)) = record_at(number).filter(|_| is_reserved(number)) else { return Ok(()) };
-    let other = duplicate_above(number, (CEILING - ROOM) as RawFd).or_else(|| duplicate_above(number, 3)).ok_or(libc::EMFILE)?;
+    let other = high_copy(number).map_or_else(|| duplicate_above(number, 3), Ok)?;
     watch(other, index);
     if record.number.compare_exchange(number, other, Ordering::SeqCst, Ordering::Relaxed).is_err() {
         // Dropped in the meantime. SAFETY: made just above, and nobody else knows it.
@@ -288,6 +379,16 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
         std::thread::yield_now();
     }
     Ok(())
+}
+
+/// Puts the limit on descriptors back, if another thread of the parent had raised it. A forked child must call this.
+pub fn restore_limit_after_fork() {
+    let before = LIMIT_BEFORE.swap(NOT_RAISED, Ordering::AcqRel);
+    if before != NOT_RAISED
+        && let Some((_, hard)) = descriptors_limit()
+    {
+        replace_descriptors_limit(before, hard);
+    }
 }
 
 /// Forgets the threads that were using descriptors. A forked child, which has only one thread, must call this.
@@ -313,7 +414,11 @@ mod tests {
         let number = reserved.number();
         assert!(number >= 256, "{number}");
         assert!(is_reserved(number) && !is_reserved(0) && !is_reserved(-1) && !is_reserved(i32::MAX));
-        assert!(reserved.get().is_ok());
+        assert!(is_hidden(number) && reserved_numbers().any(|reserved| reserved == number));
+        let in_use = reserved.get().unwrap();
+        assert!(!is_hidden(number) && std::thread::spawn(move || is_hidden(number)).join().unwrap());
+        drop(in_use);
+        assert!(is_hidden(number));
         drop(reserved);
         assert!(!is_reserved(number) && identity(number).is_none());
     }

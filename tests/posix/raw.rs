@@ -100,8 +100,7 @@ fn after_the_server_died_a_program_without_the_library_s_descriptors_gets_no_wro
     }
 }
 
-/// SEMANTICS: "The library's own descriptors have high numbers, which look closed to the program: close, fcntl, fstat and dup on
-/// them are EBADF, and dup2 onto one moves it away"
+/// SEMANTICS: "dup2 onto one of them moves it away (EBUSY if another thread uses it for a second)."
 #[test]
 fn the_library_s_descriptors_look_closed_and_give_way() {
     let run = |ground: &Ground, root: &Path| {

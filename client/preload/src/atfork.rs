@@ -8,7 +8,7 @@
 
 use std::os::fd::RawFd;
 
-use dayfly_client::{cancellation, fork};
+use dayfly_client::{cancellation, fork, reserved_fd};
 
 use crate::attach::known_view;
 use crate::{exec_handoff, offset, pages, table, vfork};
@@ -39,6 +39,7 @@ extern "C" fn after_in_child() {
     // The program may have excluded some of its memory from the child (MADV_DONTFORK).
     pages::forget_all();
     vfork::set_home();
+    reserved_fd::restore_limit_after_fork();
     exec_handoff::close_vfork_channel();
     if let Some(view) = known_view() {
         view.session().after_fork();

@@ -21,6 +21,7 @@
 //!   call is undone by a destructor.
 //! - It leaves `errno` as it was, unless it fails.
 //! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.
+//! - To the program, the descriptors of this library look closed: `NAME::next` passes them on as [`hidden`] says.
 //! - In a `vfork` child it changes nothing that the parent would see in the memory that both processes use.
 
 mod attributes;
@@ -31,6 +32,7 @@ mod directory;
 mod exec;
 mod fts;
 mod ftw;
+mod hidden;
 mod kernel_reads;
 mod loader;
 mod map;
@@ -55,7 +57,8 @@ pub(crate) use loader::prepare;
 ///
 /// - the exported function `NAME`, with the given body,
 /// - an exported function for each alias, which calls `NAME`,
-/// - `NAME::next(ARGUMENT, ...)`, which calls the next library's function `NAME`.
+/// - `NAME::next(ARGUMENT, ...)`, which calls the next library's function `NAME`. An argument whose name says that it is a
+///   descriptor goes through [`hidden::as_seen`].
 ///
 /// Where [`crate::next`] has declared the function for modules below this one, the hook lists its arguments by name only,
 /// without types and without a result: both come from that declaration.
@@ -68,7 +71,8 @@ macro_rules! hook {
         pub(crate) mod $name {
             #[allow(unused_imports, reason = "some functions have no arguments")]
             use super::*;
-            $crate::next::forward! { next calls $name($($argument: $kind),*) -> $result }
+            $crate::next::forward! { unchanged calls $name($($argument: $kind),*) -> $result }
+            hook! { @next unchanged ($($argument: $kind),*) [$result] }
         }
     };
     (@function $name:ident $aliases:tt ($($argument:ident),*) [] $body:block) => {
@@ -79,8 +83,18 @@ macro_rules! hook {
 
         /// The next library's function of this name.
         pub(crate) mod $name {
-            #[allow(unused_imports, reason = "some hooks pass nothing on under their own name")]
-            pub(crate) use $crate::next::$name as next;
+            #[allow(unused_imports, reason = "some functions have no arguments")]
+            use super::*;
+            use $crate::next::$name as unchanged;
+            hook! { @next unchanged ($($argument: $kind),*) [$result] }
+        }
+    };
+    (@next $unchanged:ident ($($argument:ident: $kind:ty),*) [$result:ty]) => {
+        #[inline]
+        #[allow(clippy::too_many_arguments, reason = "the C function has as many")]
+        #[allow(dead_code, reason = "some hooks pass nothing on under their own name")]
+        pub(crate) fn next($($argument: $kind),*) -> $result {
+            $unchanged($($crate::calls::hidden::seen!($argument $argument)),*)
         }
     };
     (@export $name:ident [$($alias:ident)*] $arguments:tt [$result:ty] $body:block) => {

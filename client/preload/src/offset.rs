@@ -29,8 +29,8 @@ const MOVED_MASK: u64 = 0xffff << 48;
 /// The value of the word once the kernel has the offset.
 const IN_KERNEL: u64 = u64::MAX - 1;
 /// The offset that readers get if the kernel has the offset, with a copy that this process does not have or that the program has
-/// closed: beyond the end of every file, because a wrong offset would give wrong bytes.
-const LOST: u64 = u64::MAX >> 1;
+/// closed: beyond the end of every file, because a wrong offset would give wrong bytes. No program can seek there.
+const LOST: u64 = u64::MAX - 2;
 
 /// State of a kernel copy: no process has filled it. A process that fills it stores its process id.
 pub(crate) const EMPTY: u32 = 0;
@@ -175,12 +175,13 @@ impl Offset {
         }
     }
 
+    /// Returns the offset; the highest that there is where it is lost.
     pub(crate) fn load(&self) -> u64 {
         if let Some(copy) = self.kernel() {
             let offset = copy.get().map_or(-1, |copy| next::lseek(copy.as_raw_fd(), 0, libc::SEEK_CUR));
-            return u64::try_from(offset).unwrap_or(LOST);
+            return u64::try_from(offset).unwrap_or(i64::MAX as u64);
         }
-        self.value().map_or_else(|| self.load(), |(_, value)| value)
+        self.value().map_or_else(|| self.load(), |(_, value)| value.min(i64::MAX as u64))
     }
 
     pub(crate) fn store(&self, offset: u64) {
@@ -325,6 +326,8 @@ mod tests {
         assert_eq!(offset.load(), 10);
         offset.store(u64::MAX >> 2);
         assert_eq!(offset.load(), u64::MAX >> 2);
+        offset.store(i64::MAX as u64);
+        assert_eq!(offset.load(), i64::MAX as u64);
         offset.store(20);
         // SAFETY: the name is a string; `owned` checks the result.
         let copy = crate::memory::owned(unsafe { libc::memfd_create(c"test".as_ptr(), 0) }).ok();

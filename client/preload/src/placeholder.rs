@@ -10,7 +10,7 @@
 //! [`is_suspect`] says whether that can have happened.
 
 use std::ffi::CString;
-use std::os::fd::RawFd;
+use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::null_mut;
@@ -29,6 +29,8 @@ const FLAGS: i32 = libc::O_PATH | libc::O_NOFOLLOW;
 static PLACEHOLDER: AtomicPtr<Placeholder> = AtomicPtr::new(null_mut());
 /// Whether the placeholder may have been another file for a moment.
 static IS_SUSPECT: AtomicBool = AtomicBool::new(false);
+/// Whether the last new number that was asked for was refused, because none was free.
+static ARE_SCARCE: AtomicBool = AtomicBool::new(false);
 /// The number at which the program closed the placeholder.
 static LOST: AtomicI32 = AtomicI32::new(-1);
 
@@ -76,12 +78,44 @@ pub(crate) fn new_number(close_on_exec: bool) -> Result<RawFd, Errno> {
     }
 }
 
+/// Returns whether the process may open another file.
+pub(crate) fn has_free_number() -> bool {
+    let has_one = match new_number(true) {
+        Ok(number) => {
+            // SAFETY: made just above, and nobody else knows it.
+            raw_call::close(unsafe { OwnedFd::from_raw_fd(number) });
+            true
+        }
+        Err(errno) => errno != libc::EMFILE,
+    };
+    ARE_SCARCE.store(!has_one, Ordering::Relaxed);
+    has_one
+}
+
+/// Returns whether a call has failed because no number was free, and none has been free since.
+#[inline]
+pub(crate) fn are_numbers_scarce() -> bool {
+    ARE_SCARCE.load(Ordering::Relaxed)
+}
+
+/// Learns that a call for a new number has failed.
+#[cold]
+pub(crate) fn note_failed(errno: Errno) {
+    if errno == libc::EMFILE {
+        ARE_SCARCE.store(true, Ordering::Relaxed);
+    }
+}
+
 fn duplicate(placeholder: RawFd, close_on_exec: bool) -> Result<RawFd, Errno> {
     let number = match close_on_exec {
         true => next::fcntl_number(placeholder, libc::F_DUPFD_CLOEXEC, 0),
         false => next::dup(placeholder),
     };
-    if number < 0 { Err(memory::errno()) } else { Ok(number) }
+    if number >= 0 {
+        return Ok(number);
+    }
+    note_failed(memory::errno());
+    Err(memory::errno())
 }
 
 impl Placeholder {

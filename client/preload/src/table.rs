@@ -336,11 +336,13 @@ fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
     None
 }
 
-/// Learns that the kernel has just given out a number, and returns it for the program. What was known about it is out of date: it
+/// Learns that the kernel has just given out a number, or has failed to, and returns the call's result for the program. What was known about it is out of date: it
 /// was closed without calling our hooks.
 #[inline]
 pub(crate) fn created(number: RawFd) -> RawFd {
-    if entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0) || reserved_fd::is_watched(number) {
+    if number < 0 {
+        placeholder::note_failed(memory::errno());
+    } else if entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0) || reserved_fd::is_watched(number) {
         forget_created(number);
     }
     number

@@ -1,11 +1,14 @@
-/* execl, execlp and execle: functions with a variable number of arguments, which stable Rust cannot define. They collect their
- * arguments into an array and call Rust (calls/exec.rs). */
+/* Functions with a variable number of arguments, which stable Rust cannot define. execl, execlp and execle collect their arguments
+ * into an array and call Rust (calls/exec.rs), and dprintf calls the hook of vdprintf (calls/hidden.rs). */
 
 #include <stdarg.h>
 #include <stddef.h>
 
 extern int dayfly_execve(const char *path, char *const arguments[], char *const environment[]);
 extern int dayfly_execvp(const char *file, char *const arguments[]);
+
+extern int vdprintf(int descriptor, const char *format, va_list list);
+extern int __vdprintf_chk(int descriptor, int flag, const char *format, va_list list);
 
 /* Declares `array` and fills it with the arguments from `first` on, including the null pointer at their end. `last` reads what
  * follows that null pointer. */
@@ -37,4 +40,20 @@ __attribute__((visibility("hidden"))) int dayfly_execlp(const char *file, const 
 __attribute__((visibility("hidden"))) int dayfly_execle(const char *path, const char *first, ...) {
     COLLECT(first, char *const *environment = va_arg(list, char *const *);)
     return dayfly_execve(path, array, environment);
+}
+
+__attribute__((visibility("hidden"))) int dayfly_dprintf(int descriptor, const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    int result = vdprintf(descriptor, format, list);
+    va_end(list);
+    return result;
+}
+
+__attribute__((visibility("hidden"))) int dayfly_dprintf_chk(int descriptor, int flag, const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    int result = __vdprintf_chk(descriptor, flag, format, list);
+    va_end(list);
+    return result;
 }

@@ -138,7 +138,8 @@ impl Directory {
         match &self.listing {
             Listing::Entries(dataset, id) => {
                 let directory = dataset.catalog().entry(*id)?;
-                let from = u32::try_from(from).ok().filter(|&from| from > id.0).unwrap_or(id.0 + 1);
+                // A program can seek beyond the last entry.
+                let from = u32::try_from(from).ok()?.max(id.0 + 1);
                 let found = dataset.catalog().children(&directory, Some(EntryId(from))).next()?;
                 // A damaged catalog must not make the walk go backward.
                 let (kind, next) = (kind_of(found.kind), u64::from(found.next.0.max(from + 1)));

@@ -181,32 +181,32 @@ refuse! {
     fn remove(path: Text) => existing(HERE path);
 
     fn truncate | truncate64 (path: Text, len: off_t) => followed(HERE path);
-    fn ftruncate | ftruncate64 (number: c_int, len: off_t) => descriptor(number EINVAL);
+    fn ftruncate | ftruncate64 (descriptor: c_int, len: off_t) => descriptor(descriptor EINVAL);
 
     fn chmod(path: Text, mode: mode_t) => followed(HERE path);
     fn lchmod(path: Text, mode: mode_t) => existing(HERE path);
     fn fchmodat(directory: c_int, path: Text, mode: mode_t, flags: c_int) => followed_or_itself(directory path flags);
-    fn fchmod(number: c_int, mode: mode_t) => descriptor(number EROFS);
+    fn fchmod(descriptor: c_int, mode: mode_t) => descriptor(descriptor EROFS);
 
     fn chown(path: Text, user: uid_t, group: gid_t) => followed(HERE path);
     fn lchown(path: Text, user: uid_t, group: gid_t) => existing(HERE path);
     fn fchownat(directory: c_int, path: Text, user: uid_t, group: gid_t, flags: c_int)
         => followed_or_itself(directory path flags);
-    fn fchown(number: c_int, user: uid_t, group: gid_t) => descriptor(number EROFS);
+    fn fchown(descriptor: c_int, user: uid_t, group: gid_t) => descriptor(descriptor EROFS);
 
     fn utime(path: Text, times: FromC<*const utimbuf>) => followed(HERE path) reads times;
     fn utimes(path: Text, times: FromC<*const timeval>) => followed(HERE path) reads times;
     fn lutimes(path: Text, times: FromC<*const timeval>) => existing(HERE path) reads times;
     fn futimesat(directory: c_int, path: Text, times: FromC<*const timeval>) => followed(directory path) reads times;
-    fn futimens(number: c_int, times: FromC<*const timespec>) => descriptor(number EROFS) reads times;
-    fn futimes(number: c_int, times: FromC<*const timeval>) => descriptor(number EROFS) reads times;
+    fn futimens(descriptor: c_int, times: FromC<*const timespec>) => descriptor(descriptor EROFS) reads times;
+    fn futimes(descriptor: c_int, times: FromC<*const timeval>) => descriptor(descriptor EROFS) reads times;
 
     fn setxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => followed(HERE path) reads name;
     fn lsetxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => existing(HERE path) reads name;
-    fn fsetxattr(number: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(number EROFS) reads name;
+    fn fsetxattr(descriptor: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(descriptor EROFS) reads name;
     fn removexattr(path: Text, name: Text) => followed(HERE path) reads name;
     fn lremovexattr(path: Text, name: Text) => existing(HERE path) reads name;
-    fn fremovexattr(number: c_int, name: Text) => descriptor(number EROFS) reads name;
+    fn fremovexattr(descriptor: c_int, name: Text) => descriptor(descriptor EROFS) reads name;
 }
 
 // The functions that have rules of their own.

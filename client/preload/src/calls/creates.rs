@@ -38,7 +38,7 @@ creates! {
     fn memfd_create(name: FromC<*const c_char>, flags: c_uint);
     fn open_by_handle_at(mount: c_int, handle: FromC<*mut c_void>, flags: c_int);
     fn posix_openpt(flags: c_int);
-    fn signalfd(number: c_int, signals: FromC<*const sigset_t>, flags: c_int);
+    fn signalfd(descriptor: c_int, signals: FromC<*const sigset_t>, flags: c_int);
     fn timerfd_create(clock: c_int, flags: c_int);
 }
 

@@ -8,10 +8,11 @@ use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
-use dayfly_client::reserved_fd::{give_way, is_reserved};
+use dayfly_client::reserved_fd::{give_way, is_hidden, is_reserved};
 use dayfly_client::{cancellation, raw_call};
 use libc::off_t;
 
+use super::hidden::as_seen;
 use super::hook;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Errno, FromC, fail};
@@ -75,16 +76,13 @@ hook! {
     }
 
     fn dup(descriptor) {
-        if is_reserved(descriptor) {
-            return fail(libc::EBADF);
-        }
         let copy = dup::next(descriptor);
         record_copy(descriptor, copy)
     }
 
     fn dup2 | __dup2 (from: c_int, to: c_int) -> c_int {
         if from == to {
-            return dup2::next(from, to);
+            return dup2::next(as_seen(from), to);
         }
         match make_room(from, to) {
             Ok(()) => record_copy(from, dup2::next(from, to)),
@@ -101,9 +99,6 @@ hook! {
 
     fn fcntl | fcntl64 | __fcntl (descriptor, command, argument) {
         let Some(open) = table::find(descriptor) else {
-            if is_reserved(descriptor) {
-                return fail(libc::EBADF);
-            }
             let result = fcntl::next(descriptor, command, argument);
             let is_copy = command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC;
             return if is_copy { record_copy(descriptor, result) } else { result };
@@ -144,6 +139,8 @@ hook! {
             // Cloning one of our files into a kernel file: there are no extents to share.
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
+            None if request == CLONE && is_hidden(argument.raw() as c_int) => fail(libc::EBADF),
+            None if request == CLONE_RANGE && clone_source(argument).is_some_and(is_hidden) => fail(libc::EBADF),
             None => ioctl::next(descriptor, request, argument),
             Some(open) if open.is_place() => ioctl::next(descriptor, request, argument),
             Some(open) => control(&open, descriptor, request, argument),

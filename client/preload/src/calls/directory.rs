@@ -142,7 +142,10 @@ hook! {
     fn getdents64(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
         match table::find(descriptor) {
             None => getdents64::next(descriptor, out, len),
-            Some(open) => answer_from_memory(|| read_records(&open, &RECORD, out.start_of_buffer(len)?, len)),
+            Some(open) => answer_from_memory(|| {
+                open.directory()?;
+                read_records(&open, &RECORD, out.start_of_buffer(len)?, len)
+            }),
         }
     }
 }
@@ -219,7 +222,6 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
 ///
 /// EINVAL if there is no room for a single one, EFAULT if there would be in the whole buffer.
 fn read_records(open: &Description, form: &RecordForm, out: &mut [u8], len: usize) -> Result<isize, Fault> {
-    open.directory()?;
     let mut filled = 0;
     let mut position = open.offset.load();
     while let Some((name, inode, kind, next)) = entry_at(open, position) {

@@ -104,7 +104,7 @@ fn hand_over_files() -> bool {
     answer(|| exec_handoff::hand_over_all().map(|()| 0)) == 0
 }
 
-/// Exports the variadic functions. `variadic.c` collects their arguments into an array, and continues below.
+/// Exports the variadic functions. `variadic.c` collects their arguments, and continues below or in another hook.
 macro_rules! variadic {
     ($($name:ident => $body:ident),*) => {$(
         unsafe extern "C" {
@@ -122,7 +122,13 @@ macro_rules! variadic {
     )*};
 }
 
-variadic!(execl => dayfly_execl, execlp => dayfly_execlp, execle => dayfly_execle);
+variadic! {
+    execl => dayfly_execl,
+    execlp => dayfly_execlp,
+    execle => dayfly_execle,
+    dprintf => dayfly_dprintf,
+    __dprintf_chk => dayfly_dprintf_chk
+}
 
 /// `execl` and `execle` continue here. No environment means the current one.
 #[unsafe(no_mangle)]

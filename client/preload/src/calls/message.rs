@@ -8,6 +8,7 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
 use dayfly_client::cancellation;
+use dayfly_client::reserved_fd::is_hidden;
 use libc::{cmsghdr, mmsghdr, msghdr};
 
 use super::hook;
@@ -77,17 +78,21 @@ fn has_control(header: &msghdr) -> bool {
         && pages::is_readable(header.msg_control as usize, header.msg_controllen)
 }
 
-/// Returns whether a message passes descriptors of ours.
+/// Returns whether a message passes descriptors of ours, or reserved ones, which look closed.
 pub(super) fn passes_ours(message: FromC<*const msghdr>) -> bool {
-    message.get().filter(has_control).is_some_and(|header| passed(&header, &copied(&header)).any(table::is_ours))
+    message.get().filter(has_control).is_some_and(|header| passed(&header, &copied(&header)).any(concerns_us))
 }
 
-/// Returns whether any of several messages passes descriptors of ours.
+/// Like [`passes_ours`], for several messages.
 pub(super) fn any_passes_ours(messages: FromC<*mut mmsghdr>, count: c_uint) -> bool {
     let headers = messages.as_const().values(if known_view().is_some() { at_most(count) } else { 0 });
     // The kernel fails for an array that cannot be read.
     let mut headers = headers.into_iter().flatten().map(|message| message.msg_hdr).filter(has_control);
-    headers.any(|header| passed(&header, &copied(&header)).any(table::is_ours))
+    headers.any(|header| passed(&header, &copied(&header)).any(concerns_us))
+}
+
+fn concerns_us(number: RawFd) -> bool {
+    table::is_ours(number) || is_hidden(number)
 }
 
 /// Copies a message's control data, of which `has_control` knows that it can be read, to where its headers are aligned.
@@ -139,13 +144,15 @@ impl Control {
     fn of(header: &msghdr) -> Result<Option<Self>, Errno> {
         let mut control = Self { data: copied(header), copies: Vec::new() };
         let places = places(header, control.data.as_mut_ptr());
-        // SAFETY: the places lie within the control data.
-        if !places.iter().any(|place| table::is_ours(unsafe { place.read_unaligned() })) {
+        if passed(header, &control.data).any(is_hidden) {
+            return Err(libc::EBADF);
+        }
+        if !passed(header, &control.data).any(table::is_ours) {
             return Ok(None);
         }
         let _deferral = cancellation::uninterrupted();
         for place in places {
-            // SAFETY: as above.
+            // SAFETY: the place lies within the control data.
             let copy = exec_handoff::for_another_process(unsafe { place.read_unaligned() }).map_err(|fault| match fault {
                 Fault::Errno(errno) => errno,
                 Fault::Leaves(_) => libc::EIO,

@@ -63,7 +63,7 @@ hook! {
         directory: c_int,
         path: FromC<*const c_char>,
         handle: FromC<*mut c_void>,
-        mount: FromC<*mut c_int>,
+        mount_id: FromC<*mut c_int>,
         flags: c_int,
     ) -> c_int {
         let ours = |view: &View, path: &[u8]| {
@@ -72,7 +72,7 @@ hook! {
             stat.map_err(Fault::from).and(Err(Fault::Errno(libc::EOPNOTSUPP)))
         };
         path::at_or_itself(directory, path, flags, ours, |directory, path| {
-            name_to_handle_at::next(directory, path, handle, mount, flags)
+            name_to_handle_at::next(directory, path, handle, mount_id, flags)
         })
     }
 

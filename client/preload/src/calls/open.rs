@@ -53,7 +53,7 @@ hook! {
 pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, Fault> {
     // With O_PATH, Linux ignores all flags but these.
     let flags = if flags & libc::O_PATH != 0 { flags & FLAGS_OF_PLACE } else { flags | LARGE_FILE };
-    let object = look_up(view, path, flags)?;
+    let object = look_up(view, path, flags).map_err(|fault| if has_no_number(&fault) { libc::EMFILE.into() } else { fault })?;
     let close_on_exec = flags & libc::O_CLOEXEC != 0;
     if vfork::child().is_some() {
         // Our records belong to the parent, so the child gets a kernel file.
@@ -74,6 +74,16 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     let flags = flags & !only_at_open;
     let description = table::describe(Description::new(object, flags))?;
     Ok(give_number(&description, close_on_exec)?)
+}
+
+/// Returns whether a failure comes second to another one: the kernel looks for a free number before it looks at the path. Programs
+/// often look for files that do not exist, so then this asks the kernel only if numbers were scarce before.
+fn has_no_number(fault: &Fault) -> bool {
+    match fault {
+        Fault::Leaves(_) => false,
+        Fault::Errno(libc::ENOENT) if !placeholder::are_numbers_scarce() => false,
+        Fault::Errno(_) => !placeholder::has_free_number(),
+    }
 }
 
 /// Gives a description the lowest free number.

@@ -4,6 +4,7 @@
 use std::ffi::c_int;
 use std::os::fd::RawFd;
 
+use dayfly_client::reserved_fd::{is_hidden, reserved_numbers};
 use libc::{fd_set, nfds_t, pollfd, sigset_t, size_t, timespec, timeval};
 
 use super::hook;
@@ -83,6 +84,15 @@ const ON_STACK_MAX: usize = 64;
 /// One more than the highest number that a set for `select` is searched for. The kernel opens none above it, unless told to.
 const NUMBERS_MAX: c_int = 1 << 20;
 
+/// Returns what the program learns about a descriptor of ours, or about a reserved one, which looks closed.
+#[inline]
+fn answered(entry: pollfd) -> Option<i16> {
+    match is_hidden(entry.fd) {
+        true => Some(libc::POLLNVAL),
+        false => table::is_open(entry.fd).then_some(entry.events & READY),
+    }
+}
+
 /// Polls. `kernel` polls an array without our descriptors; its second argument says whether one of ours is ready, so that it must
 /// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of it.
 pub(super) fn poll_with(
@@ -93,7 +103,7 @@ pub(super) fn poll_with(
     let count = count as usize;
     // The kernel fails for an array that cannot be read.
     let Ok(all) = descriptors.as_const().values(count) else { return kernel(descriptors, false) };
-    if !all.clone().any(|entry| table::is_open(entry.fd)) {
+    if !all.clone().any(|entry| answered(entry).is_some()) {
         return kernel(descriptors, false);
     }
     if let Err(errno) = descriptors.check_writable(count) {
@@ -111,10 +121,10 @@ pub(super) fn poll_with(
     let mut ready = 0;
     for (entry, original) in copy.iter_mut().zip(all.clone()) {
         *entry = original;
-        if table::is_open(original.fd) {
+        if let Some(revents) = answered(original) {
             // The kernel skips negative numbers.
-            *entry = pollfd { fd: -1, events: original.events, revents: 0 };
-            ready += c_int::from(original.events & READY != 0);
+            *entry = pollfd { fd: -1, revents, ..original };
+            ready += c_int::from(revents != 0);
         }
     }
     // SAFETY: a live array of `count` elements.
@@ -123,17 +133,27 @@ pub(super) fn poll_with(
         return found;
     }
     for (at, (entry, original)) in copy.iter().zip(all).enumerate() {
-        let is_ours = entry.fd != original.fd;
-        let revents = if is_ours { original.events & READY } else { entry.revents };
         // Fails only if the program has unmapped the array in the meantime.
-        let _ = descriptors.at(at).put(pollfd { revents, ..original });
+        let _ = descriptors.at(at).put(pollfd { revents: entry.revents, ..original });
     }
     if found < 0 { found } else { found + ready }
+}
+
+/// Returns whether one of the sets contains a reserved descriptor.
+fn selects_hidden(count: c_int, sets: [Set; 3]) -> bool {
+    let is_member = |set: &Set, number: RawFd| {
+        !set.is_null() && set.at(number as usize / 64).get().is_some_and(|word| word >> (number % 64) & 1 == 1)
+    };
+    let in_range = |number: &RawFd| (0..count).contains(number);
+    reserved_numbers().filter(in_range).any(|number| sets.iter().any(|set| is_member(set, number)) && is_hidden(number))
 }
 
 /// Selects. `kernel` selects among the first so many descriptors in sets without ours; its last argument says whether one of ours is
 /// ready. The program's sets are changed only when the call returns, as by the kernel.
 pub(super) fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(c_int, [Set; 3], bool) -> c_int) -> c_int {
+    if selects_hidden(count, sets) {
+        return fail(libc::EBADF);
+    }
     // Like the kernel, this looks at the words that may hold an open descriptor, and at none after them.
     let Some(last) = (count > 0).then(|| table::numbers(0, count - 1).last()).flatten() else {
         return kernel(count, sets, false);

@@ -11,7 +11,7 @@ use crate::attach::view;
 use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{self, FromC, fail};
 use crate::next::act_on_cancel;
-use crate::table::{self, Description};
+use crate::table::{self, Description, Object};
 
 /// `struct iovec`, with a pointer that has the same promise as the pointer to the structure.
 #[repr(C)]
@@ -23,8 +23,13 @@ pub(crate) struct Part<'a> {
 
 const _: () = assert!(size_of::<Part<'_>>() == size_of::<libc::iovec>());
 
+/// The flags that some kernel takes for `preadv2` (`RWF_HIPRI` to `RWF_DONTCACHE`). All of them are hints about reading.
+const READ_FLAGS: c_int = 0xff;
+/// The highest offset in a file of ext4 with blocks of 4 KiB, which programs expect that probe for it.
+const FILE_OFFSET_MAX: off_t = ((1 << 32) - 1) * 4096;
+
 /// A vector of buffers.
-type Parts<'a> = FromC<'a, *const Part<'a>>;
+pub(super) type Parts<'a> = FromC<'a, *const Part<'a>>;
 
 hook! {
     fn read | __read (descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
@@ -44,6 +49,7 @@ hook! {
     fn pread | pread64 | __pread64 (descriptor: c_int, out: FromC<*mut c_void>, len: size_t, offset: off_t) -> isize {
         match table::find(descriptor) {
             None => pread::next(descriptor, out, len, offset),
+            Some(open) if open.is_place() => pread::next(descriptor, out, len, offset),
             Some(open) => {
                 act_on_cancel();
                 answer_from_memory(|| read_from(&*view()?, &open, out, len, offset))
@@ -64,6 +70,7 @@ hook! {
     fn readv(descriptor: c_int, vector: Parts, count: c_int) -> isize {
         match table::find(descriptor) {
             None => readv::next(descriptor, vector, count),
+            Some(open) if open.is_place() => readv::next(descriptor, vector, count),
             Some(open) => {
                 act_on_cancel();
                 answer_from_memory(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len)))
@@ -74,6 +81,7 @@ hook! {
     fn preadv | preadv64 (descriptor: c_int, vector: Parts, count: c_int, offset: off_t) -> isize {
         match table::find(descriptor) {
             None => preadv::next(descriptor, vector, count, offset),
+            Some(open) if open.is_place() => preadv::next(descriptor, vector, count, offset),
             Some(open) => {
                 act_on_cancel();
                 answer_from_memory(|| read_all_from(&open, vector, count, offset))
@@ -84,6 +92,10 @@ hook! {
     fn preadv2 | preadv64v2 (descriptor: c_int, vector: Parts, count: c_int, offset: off_t, flags: c_int) -> isize {
         match table::find(descriptor) {
             None => preadv2::next(descriptor, vector, count, offset, flags),
+            Some(open) if open.is_place() => preadv2::next(descriptor, vector, count, offset, flags),
+            Some(_) if flags & !READ_FLAGS != 0 && offset >= -1 => {
+                answer_from_memory(|| read_all(vector, count, |_, _| Err(Fault::Errno(libc::EOPNOTSUPP))))
+            }
             Some(_) if offset == -1 => readv(descriptor, vector, count),
             Some(_) => preadv(descriptor, vector, count, offset),
         }
@@ -97,22 +109,30 @@ hook! {
     }
 
     fn posix_fadvise | posix_fadvise64 (descriptor: c_int, offset: off_t, len: off_t, advice: c_int) -> c_int {
-        advise(descriptor).unwrap_or_else(|| posix_fadvise::next(descriptor, offset, len, advice))
+        advise(descriptor, len, advice).unwrap_or_else(|| posix_fadvise::next(descriptor, offset, len, advice))
     }
 
     fn readahead(descriptor: c_int, offset: off_t, count: size_t) -> isize {
-        match advise(descriptor) {
-            None => readahead::next(descriptor, offset, count),
-            Some(0) => 0,
-            Some(errno) => fail(errno),
+        match table::find_early(descriptor).map(|open| open.file().map(drop)) {
+            None | Some(Err(libc::EBADF)) => readahead::next(descriptor, offset, count),
+            Some(Err(_)) => fail(libc::EINVAL),
+            Some(Ok(())) => 0,
         }
     }
 }
 
 /// Reads from the description's offset, and advances the offset.
 fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size_t) -> Result<isize, Fault> {
-    out.check_range(len)?;
-    let file = open.file()?;
+    let file = open.file();
+    // A place is refused before the kernel looks at the buffer.
+    if !matches!(file, Err(libc::EBADF)) {
+        out.check_range(len)?;
+    }
+    let file = match file {
+        // Only a directory's offset comes near the highest.
+        Err(libc::EISDIR) if ends_too_high(open.offset.load(), len) => return Err(Fault::Errno(libc::EINVAL)),
+        file => file?,
+    };
     let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
         // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
         let _deferral = cancellation::uninterrupted();
@@ -133,9 +153,17 @@ fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size
 fn read_from(view: &View, open: &Description, out: FromC<*mut c_void>, len: size_t, offset: off_t) -> Result<isize, Fault> {
     let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
     out.check_range(len)?;
+    if ends_too_high(offset, len) {
+        return Err(Fault::Errno(libc::EINVAL));
+    }
     let file = open.file()?;
     let count = (len as u64).min(file.stat().size.saturating_sub(offset));
     Ok(view.read_at(file, offset, out.start_of_buffer(count as usize)?)? as isize)
+}
+
+/// Returns whether a range ends above the highest offset.
+fn ends_too_high(offset: u64, len: usize) -> bool {
+    len as u64 > (off_t::MAX as u64).saturating_sub(offset)
 }
 
 /// Fills the parts of a vector one after another, up to the end of the file. `read` fills one part.
@@ -173,6 +201,9 @@ fn read_all<'a>(
 }
 
 fn read_all_from(open: &Description, vector: Parts, count: c_int, offset: off_t) -> Result<isize, Fault> {
+    if offset < 0 {
+        return Err(Fault::Errno(libc::EINVAL));
+    }
     let view = view()?;
     let mut at = offset;
     read_all(vector, count, |out, len| {
@@ -183,10 +214,12 @@ fn read_all_from(open: &Description, vector: Parts, count: c_int, offset: off_t)
 }
 
 fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault> {
-    if open.is_place() {
-        return Err(Fault::Errno(libc::EBADF));
-    }
-    let size = open.stat().size as i64;
+    // As ext4: the end of a directory is the highest offset.
+    let (size, highest) = match &open.object {
+        Object::File(file) => (file.stat().size as i64, FILE_OFFSET_MAX.max(file.stat().size as i64)),
+        Object::Directory(_) => (off_t::MAX, off_t::MAX),
+        Object::Place(_) => return Err(Fault::Errno(libc::EBADF)),
+    };
     let base = match whence {
         libc::SEEK_SET => 0,
         libc::SEEK_CUR => open.offset.load() as i64,
@@ -197,18 +230,16 @@ fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault
         libc::SEEK_DATA | libc::SEEK_HOLE => return Err(Fault::Errno(libc::ENXIO)),
         _ => return Err(Fault::Errno(libc::EINVAL)),
     };
-    let target = base.checked_add(offset).ok_or(libc::EOVERFLOW)?;
-    open.offset.store(u64::try_from(target).map_err(|_| libc::EINVAL)?);
+    let target = base.checked_add(offset).filter(|target| (0..=highest).contains(target)).ok_or(libc::EINVAL)?;
+    open.offset.store(target as u64);
     Ok(target)
 }
 
 /// Answers advice about a file of ours with success and does nothing: its bytes are already fast to read. `None` for a kernel
 /// descriptor.
-fn advise(descriptor: c_int) -> Option<c_int> {
-    let open = table::find_early(descriptor)?;
-    Some(match open.file() {
-        Ok(_) => 0,
-        Err(libc::EBADF) => libc::EBADF,
-        Err(_) => libc::EINVAL,
-    })
+fn advise(descriptor: c_int, len: off_t, advice: c_int) -> Option<c_int> {
+    table::find_early(descriptor).filter(|open| !open.is_place())?;
+    let is_known = (libc::POSIX_FADV_NORMAL..=libc::POSIX_FADV_NOREUSE).contains(&advice);
+    let is_valid = len >= 0 && is_known;
+    Some(if is_valid { 0 } else { libc::EINVAL })
 }

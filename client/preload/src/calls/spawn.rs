@@ -12,7 +12,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::sync::{Mutex, PoisonError};
 
 use dayfly_client::locate::CWD_VARIABLE;
-use dayfly_client::reserved_fd::ReservedFd;
+use dayfly_client::reserved_fd::{ReservedFd, is_hidden};
 use dayfly_client::{cancellation, fork};
 use libc::{FILE, mode_t, pid_t};
 
@@ -90,6 +90,9 @@ hook! {
     }
 
     fn posix_spawn_file_actions_adddup2(actions: OpaqueMut, from: c_int, to: c_int) -> c_int {
+        if is_hidden(from) {
+            return libc::EBADF;
+        }
         let result = posix_spawn_file_actions_adddup2::next(actions, from, to);
         if result == 0 && table::is_ours(from) {
             record(actions, Need::HandOver(from));

@@ -2,10 +2,11 @@
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
-use dayfly_client::reserved_fd::is_reserved;
+use dayfly_client::reserved_fd::is_hidden;
 use dayfly_client::{Stat, View, ViewError};
 use libc::{stat as KernelStat, statx as KernelStatx};
 
+use super::hidden::as_seen;
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer_from_memory};
@@ -35,7 +36,7 @@ hook! {
     fn fstat | fstat64 (descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
         match table::find_early(descriptor) {
             // `fstatat` would take AT_FDCWD for the working directory.
-            None if descriptor < 0 || is_reserved(descriptor) => fail(libc::EBADF),
+            None if descriptor < 0 || is_hidden(descriptor) => fail(libc::EBADF),
             None if exists!(fstat) => fstat::next(descriptor, out),
             None => next::fstatat(descriptor, c"".into(), out, libc::AT_EMPTY_PATH),
             Some(open) => answer_from_memory(|| Ok(out.put(kernel_form(&open.stat())).map(|()| 0)?)),
@@ -43,7 +44,9 @@ hook! {
     }
 
     fn fstatat | fstatat64 (directory: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>, flags: c_int) -> c_int {
-        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| next::fstatat(directory, path, out, flags))
+        relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| {
+            next::fstatat(as_seen(directory), path, out, flags)
+        })
     }
 
     // The names that programs have for old C libraries. Each calls the next function of its own name: fakeroot's `fstatat` calls
@@ -64,7 +67,7 @@ hook! {
     }
 
     fn __fxstat | __fxstat64 (version: c_int, descriptor: c_int, out: FromC<*mut KernelStat>) -> c_int {
-        match table::is_ours(descriptor) || is_reserved(descriptor) || !exists!(__fxstat) {
+        match table::is_ours(descriptor) || !exists!(__fxstat) {
             true => fstat(descriptor, out),
             false => __fxstat::next(version, descriptor, out),
         }
@@ -79,7 +82,7 @@ hook! {
     ) -> c_int {
         relative(directory, path, out, flags, |directory, path: FromC<*const c_char>| match exists!(__fxstatat) {
             true => __fxstatat::next(version, directory, path, out, flags),
-            false => next::fstatat(directory, path, out, flags),
+            false => next::fstatat(as_seen(directory), path, out, flags),
         })
     }
 

@@ -49,11 +49,11 @@ hook! {
         path::at(libc::AT_FDCWD, path, ours, |_, path| created(fopen::next(path, mode)))
     }
 
-    fn fdopen(number: c_int, mode: FromC<*const c_char>) -> *mut FILE {
-        match table::is_ours(number) {
-            false => fdopen::next(number, mode),
+    fn fdopen(descriptor: c_int, mode: FromC<*const c_char>) -> *mut FILE {
+        match table::is_ours(descriptor) {
+            false => fdopen::next(descriptor, mode),
             true => answer(|| match open_flags(mode)? & libc::O_ACCMODE {
-                libc::O_RDONLY => new_stream(number),
+                libc::O_RDONLY => new_stream(descriptor),
                 _ => Err(Fault::Errno(libc::EINVAL)),
             }),
         }

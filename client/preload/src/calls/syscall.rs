@@ -4,16 +4,21 @@
 //! written in assembly and ends with a jump. The numbers of `rules` concern descriptors or paths. Such a call continues in
 //! [`dispatch`], which answers for the namespace as the C library's function of that name does, and otherwise passes it on.
 //!
+//! [`descriptors`] lists the calls that name descriptors: to them, the reserved ones look closed.
+//!
 //! In a process without a session no number is of interest.
 
+mod descriptors;
 mod rules;
 
 use std::ffi::{c_char, c_int, c_long, c_void};
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
+use dayfly_client::reserved_fd::is_hidden;
 use libc::{msghdr, pollfd};
 
+use super::hidden::NEVER_OPEN;
 use super::poll::Set;
 use crate::memory::{self, FromC};
 use crate::{cwd, kernel_reads, next, path, table};
@@ -31,7 +36,7 @@ static NEXT: AtomicUsize = AtomicUsize::new(0);
 /// Begins to look at the calls of interest. Call it before the program's `main`, if there is a session.
 pub(crate) fn begin() {
     look_up();
-    for &number in rules::NUMBERS {
+    for &number in rules::NUMBERS.iter().chain(descriptors::NUMBERS) {
         if let Some(entry) = usize::try_from(number).ok().and_then(|number| IS_OF_INTEREST.get(number)) {
             entry.store(1, Ordering::Release);
         }
@@ -133,7 +138,13 @@ extern "C" fn missing() -> c_long {
 
 /// Calls of interest continue here. A hook may end the thread, if it is canceled.
 extern "C-unwind" fn dispatch(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
-    rules::follow(&Call { number, arguments: [a, b, c, d, e, f] })
+    let mut arguments = [a, b, c, d, e, f];
+    for &at in descriptors::positions(number) {
+        if is_hidden(arguments[at] as RawFd) {
+            arguments[at] = NEVER_OPEN as usize;
+        }
+    }
+    rules::follow(&Call { number, arguments })
 }
 
 /// A system call that a program makes.

@@ -3,15 +3,16 @@
 use std::ffi::{c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 
-use dayfly_client::cancellation;
-use libc::{off_t, size_t};
+use dayfly_client::{cancellation, raw_call};
+use libc::{mode_t, off_t, size_t};
 
 use super::descriptor::ioctl;
+use super::hidden::as_seen;
 use super::hook;
 use super::poll::poll;
 use crate::attach::view;
-use crate::fault::answer;
-use crate::memory::{self, FromC, fail};
+use crate::fault::{Fault, answer};
+use crate::memory::{self, Errno, FromC, fail};
 use crate::next;
 use crate::table::{self, Reference};
 
@@ -23,60 +24,166 @@ const PIPE_PART_LEN: usize = libc::PIPE_BUF;
 const CHUNK_LEN: usize = 64 << 10;
 
 hook! {
-    fn sendfile | sendfile64 (to: c_int, from: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
-        match table::find(from) {
-            None => sendfile::next(to, from, offset, count),
-            Some(open) => transfer(&open, offset, to, FromC::<*mut off_t>::null(), count),
+    fn sendfile | sendfile64 (sink: c_int, source: c_int, offset: FromC<*mut off_t>, count: size_t) -> isize {
+        match table::find(source) {
+            None => sendfile::next(sink, source, offset, count),
+            Some(open) if open.is_place() => sendfile::next(sink, source, offset, count),
+            Some(open) => {
+                let checked = answer(|| {
+                    check_offset(offset, libc::EINVAL)?;
+                    let sink = Sink::new(sink)?;
+                    sink.check_writable()?;
+                    if sink.kind == libc::S_IFIFO {
+                        sink.check_room(0)?;
+                    }
+                    if sink.flags & libc::O_APPEND != 0 || open.file().is_err() && count != 0 {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    Ok(0)
+                });
+                match count {
+                    0 => checked,
+                    _ if checked < 0 => checked,
+                    _ => transfer(&open, offset, sink, FromC::<*mut off_t>::null(), count),
+                }
+            }
         }
     }
 
     fn copy_file_range(
-        from: c_int,
+        source: c_int,
         from_offset: FromC<*mut off_t>,
-        to: c_int,
+        sink: c_int,
         to_offset: FromC<*mut off_t>,
         len: size_t,
         flags: c_uint,
     ) -> isize {
-        match table::find(from) {
+        match table::find(source) {
             // Our files are open for reading only.
-            None if table::is_ours(to) => fail(libc::EBADF),
-            None => copy_file_range::next(from, from_offset, to, to_offset, len, flags),
-            Some(_) if flags != 0 => fail(libc::EINVAL),
+            None if table::is_ours(sink) => fail(libc::EBADF),
+            None => copy_file_range::next(source, from_offset, sink, to_offset, len, flags),
+            Some(open) if open.is_place() => copy_file_range::next(source, from_offset, sink, to_offset, len, flags),
             Some(open) => {
                 next::act_on_cancel();
-                transfer(&open, from_offset, to, to_offset, len)
+                let checked = answer(|| {
+                    let sink = Sink::new(sink)?;
+                    from_offset.get_if_given()?;
+                    to_offset.get_if_given()?;
+                    if flags != 0 {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    if open.file().is_err() || sink.kind == libc::S_IFDIR {
+                        return Err(Fault::Errno(libc::EISDIR));
+                    }
+                    if sink.kind != libc::S_IFREG {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    sink.check_writable()?;
+                    if sink.flags & libc::O_APPEND != 0 {
+                        return Err(Fault::Errno(libc::EBADF));
+                    }
+                    check_offset(from_offset, libc::EOVERFLOW)?;
+                    Ok(0)
+                });
+                if checked < 0 { checked } else { transfer(&open, from_offset, sink, to_offset, len) }
             }
         }
     }
 
     fn splice(
-        from: c_int,
+        source: c_int,
         from_offset: FromC<*mut off_t>,
-        to: c_int,
+        sink: c_int,
         to_offset: FromC<*mut off_t>,
         len: size_t,
         flags: c_uint,
     ) -> isize {
-        match table::find(from) {
-            None => splice::next(from, from_offset, to, to_offset, len, flags),
+        match table::find(source) {
+            None => splice::next(source, from_offset, sink, to_offset, len, flags),
+            Some(open) if open.is_place() => splice::next(source, from_offset, sink, to_offset, len, flags),
+            Some(_) if len == 0 => 0,
             Some(open) => {
                 next::act_on_cancel();
-                splice_to_pipe(&open, from_offset, to, to_offset, len, flags)
+                let checked = answer(|| {
+                    if flags & !SPLICE_FLAGS != 0 {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    let sink = Sink::new(sink)?;
+                    let is_pipe = sink.kind == libc::S_IFIFO;
+                    if is_pipe && !to_offset.is_null() {
+                        return Err(Fault::Errno(libc::ESPIPE));
+                    }
+                    sink.check_writable()?;
+                    if !is_pipe {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    check_offset(from_offset, libc::EINVAL)?;
+                    sink.check_room(flags)?;
+                    if open.file().is_err() {
+                        return Err(Fault::Errno(libc::EINVAL));
+                    }
+                    Ok(0)
+                });
+                if checked < 0 { checked } else { splice_to_pipe(&open, from_offset, sink, len, flags) }
             }
         }
     }
 
-    fn tee(from: c_int, to: c_int, len: size_t, flags: c_uint) -> isize {
-        match table::find(from) {
-            None => tee::next(from, to, len, flags),
+    fn tee(source: c_int, sink: c_int, len: size_t, flags: c_uint) -> isize {
+        match table::find(source) {
+            None => tee::next(source, sink, len, flags),
+            Some(open) if open.is_place() => tee::next(source, sink, len, flags),
             Some(_) if flags & !SPLICE_FLAGS != 0 => fail(libc::EINVAL),
             Some(_) if len == 0 => 0,
-            Some(open) if open.is_place() || !can_write(to) => fail(libc::EBADF),
-            // A file is not a pipe.
-            Some(_) => fail(libc::EINVAL),
+            Some(_) => answer(|| {
+                Sink::new(sink)?.check_writable()?;
+                // A file is not a pipe.
+                Err(Fault::Errno(libc::EINVAL))
+            }),
         }
     }
+}
+
+/// A descriptor that gets bytes, and what the kernel knows about it.
+struct Sink {
+    number: RawFd,
+    flags: c_int,
+    /// The type bits of its mode.
+    kind: mode_t,
+}
+
+impl Sink {
+    /// # Errors
+    ///
+    /// EBADF if nothing can be read or written through the number.
+    fn new(number: RawFd) -> Result<Self, Errno> {
+        let number = as_seen(number);
+        let (flags, mode) = raw_call::flags(number).zip(raw_call::mode(number)).ok_or(libc::EBADF)?;
+        match table::find(number) {
+            Some(open) if !open.is_place() => Ok(Self { number, flags: libc::O_RDONLY, kind: open.stat().mode() & libc::S_IFMT }),
+            _ if flags & libc::O_PATH != 0 => Err(libc::EBADF),
+            _ => Ok(Self { number, flags, kind: mode & libc::S_IFMT }),
+        }
+    }
+
+    fn check_writable(&self) -> Result<(), Errno> {
+        if self.flags & libc::O_ACCMODE == libc::O_RDONLY { Err(libc::EBADF) } else { Ok(()) }
+    }
+
+    /// Checks that a pipe takes bytes now, if the call must not wait. `flags` are those of `splice`.
+    fn check_room(&self, flags: c_uint) -> Result<(), Errno> {
+        if self.flags & libc::O_NONBLOCK == 0 && flags & libc::SPLICE_F_NONBLOCK == 0 {
+            return Ok(());
+        }
+        let mut polled = libc::pollfd { fd: self.number, events: libc::POLLOUT, revents: 0 };
+        // SAFETY: one live structure.
+        if unsafe { libc::poll(&raw mut polled, 1, 0) } == 0 { Err(libc::EAGAIN) } else { Ok(()) }
+    }
+}
+
+/// Checks an offset that the program may have given. A negative one is the error `negative`.
+fn check_offset(offset: FromC<*mut off_t>, negative: Errno) -> Result<(), Errno> {
+    if offset.get_if_given()?.is_some_and(|offset| offset < 0) { Err(negative) } else { Ok(()) }
 }
 
 /// Reads from one of our files and writes to another descriptor, at offsets that the program gives or at the descriptors' own.
@@ -142,43 +249,18 @@ fn write_at(to: RawFd, bytes: &[u8], offset: Option<off_t>) -> isize {
     written as isize
 }
 
-/// Returns whether a descriptor of the kernel is open for writing.
-fn can_write(number: RawFd) -> bool {
-    let flags = next::fcntl_number(number, libc::F_GETFL, 0);
-    flags >= 0 && flags & libc::O_PATH == 0 && flags & libc::O_ACCMODE != libc::O_RDONLY
-}
-
 /// Reads from one of our files and writes to a pipe, of which it fills what is free, because the caller may be the program that
 /// empties it. A thread may be canceled while it waits for room, so nothing then holds a deferral or runs inside of `answer`.
-fn splice_to_pipe(
-    open: &Reference,
-    from_offset: FromC<*mut off_t>,
-    to: RawFd,
-    to_offset: FromC<*mut off_t>,
-    len: usize,
-    flags: c_uint,
-) -> isize {
-    if flags & !SPLICE_FLAGS != 0 {
-        return fail(libc::EINVAL);
-    }
-    if len == 0 {
-        return 0;
-    }
-    if open.is_place() || !can_write(to) {
-        return fail(libc::EBADF);
-    }
+fn splice_to_pipe(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, len: usize, flags: c_uint) -> isize {
     let before = memory::errno();
     let room = next::fcntl_number(to, libc::F_GETPIPE_SZ, 0);
     memory::set_errno(before);
     if room < 0 {
         return fail(libc::EINVAL);
     }
-    if !to_offset.is_null() {
-        return fail(libc::ESPIPE);
-    }
     let mut bytes = vec![0; len.min(CHUNK_LEN).min(room as usize)];
     let read = answer(|| {
-        let file = open.file().map_err(|errno| if errno == libc::EISDIR { libc::EINVAL } else { errno })?;
+        let file = open.file()?;
         let start = match from_offset.get_if_given()? {
             Some(offset) => u64::try_from(offset).map_err(|_| libc::EINVAL)?,
             None => open.offset.load(),

@@ -17,12 +17,14 @@ macro_rules! early {
 }
 
 early! {
-    accept accept4 access chdir chmod chown close close_range dup dup2 dup3 epoll_create1 eventfd execve execveat faccessat
-    fchdir fchmod fchmodat fchown fchownat fcntl fdatasync fexecve flock fstatat fstatfs fsync ftruncate futimens getcwd ioctl
-    lchown link linkat lseek mkdir mkdirat mkfifo mkfifoat mknod mknodat mmap mprotect mremap munmap open openat pipe pipe2 poll
-    posix_fadvise ppoll pread preadv pselect pthread_sigmask read readlink readlinkat readv recvmmsg recvmsg rename
-    renameat rmdir select sendmsg sigaction signal signalfd sigprocmask socket socketpair statfs statx symlink symlinkat
-    timerfd_create truncate unlink unlinkat utime utimensat utimes write
+    accept accept4 access bind chdir chmod chown close close_range connect dup dup2 dup3 epoll_create1 epoll_pwait
+    epoll_wait eventfd eventfd_read eventfd_write execve execveat faccessat fchdir fchmod fchmodat fchown fchownat fcntl
+    fdatasync fexecve flock fstatat fstatfs fsync ftruncate futimens getcwd getpeername getsockname getsockopt ioctl lchown
+    link linkat listen lseek mkdir mkdirat mkfifo mkfifoat mknod mknodat mmap mprotect mremap munmap open openat pipe pipe2
+    poll posix_fadvise ppoll pread preadv pselect pthread_sigmask pwrite pwritev read readlink readlinkat readv recv
+    recvfrom recvmmsg recvmsg rename renameat rmdir select send sendmsg sendto setsockopt shutdown sigaction signal signalfd
+    sigprocmask sockatmark socket socketpair statfs statx symlink symlinkat tcgetattr tcsetattr timerfd_create truncate
+    unlink unlinkat utime utimensat utimes write writev
 }
 
 /// Looks all of them up, unless that has been done.

@@ -5,7 +5,6 @@
 
 use std::ffi::{c_int, c_long};
 
-use dayfly_client::reserved_fd::is_reserved;
 use libc::{EBADF, mode_t};
 
 use super::super::attributes::{fgetxattr, flistxattr, fstatfs, getxattr, lgetxattr, listxattr, llistxattr, statfs};
@@ -119,7 +118,7 @@ rules! {
     SYS_close_range: c => close_range(c.get(0), c.get(1), c.get(2));
     SYS_dup: c => dup(c.get(0));
     SYS_dup3: c => dup3(c.get(0), c.get(1), c.get(2));
-    SYS_fcntl: c if c.is_ours(0) || is_reserved(c.get(0)) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
+    SYS_fcntl: c if c.is_ours(0) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
     SYS_ioctl: c if c.may_be_ours(0) => ioctl(c.get(0), c.get(1), c.get(2)), else c.may_create();
     SYS_flock: c if c.is_ours(0) => flock(c.get(0), c.get(1));
     SYS_fsync: c if c.is_ours(0) => fsync(c.get(0));
