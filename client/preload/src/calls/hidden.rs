@@ -103,7 +103,7 @@ hidden! {
     fn epoll_wait(epoll: c_int, events: Events, count: c_int, timeout_ms: c_int) -> c_int;
     fn epoll_pwait(epoll: c_int, events: Events, count: c_int, timeout_ms: c_int, mask: FromC<*const sigset_t>) -> c_int;
 
-    fn send(socket: c_int, bytes: Bytes, len: size_t, flags: c_int) -> isize;
+    fn send | __send (socket: c_int, bytes: Bytes, len: size_t, flags: c_int) -> isize;
     fn sendto(socket: c_int, bytes: Bytes, len: size_t, flags: c_int, to: Address, to_len: socklen_t) -> isize;
     fn recv(socket: c_int, out: Room, len: size_t, flags: c_int) -> isize;
     fn recvfrom(socket: c_int, out: Room, len: size_t, flags: c_int, from: AddressRoom, from_len: Len) -> isize;
@@ -113,7 +113,7 @@ hidden! {
     ) -> isize;
     fn shutdown(socket: c_int, how: c_int) -> c_int;
     fn bind(socket: c_int, address: Address, len: socklen_t) -> c_int;
-    fn connect(socket: c_int, address: Address, len: socklen_t) -> c_int;
+    fn connect | __connect (socket: c_int, address: Address, len: socklen_t) -> c_int;
     fn listen(socket: c_int, waiting_max: c_int) -> c_int;
     fn getsockopt(socket: c_int, level: c_int, name: c_int, value: Room, len: Len) -> c_int;
     fn setsockopt(socket: c_int, level: c_int, name: c_int, value: Bytes, len: socklen_t) -> c_int;

@@ -33,7 +33,7 @@ descriptors! {
         SYS_accept SYS_accept4 SYS_bind SYS_connect SYS_listen SYS_shutdown SYS_getsockopt SYS_setsockopt SYS_getsockname
         SYS_getpeername SYS_sendto SYS_sendmsg SYS_sendmmsg SYS_recvfrom SYS_recvmsg SYS_recvmmsg
         SYS_epoll_pwait SYS_epoll_pwait2 SYS_timerfd_settime SYS_timerfd_gettime SYS_signalfd4 SYS_inotify_add_watch
-        SYS_inotify_rm_watch SYS_fanotify_mark SYS_pidfd_getfd SYS_pidfd_send_signal
+        SYS_inotify_rm_watch SYS_pidfd_getfd SYS_pidfd_send_signal
         #[cfg(target_arch = "x86_64")] SYS_dup2
         #[cfg(target_arch = "x86_64")] SYS_epoll_wait
         #[cfg(target_arch = "x86_64")] SYS_signalfd
@@ -44,5 +44,6 @@ descriptors! {
     [0, 1] => SYS_sendfile SYS_tee;
     [0, 2] => SYS_splice SYS_copy_file_range SYS_epoll_ctl SYS_linkat SYS_renameat2 SYS_move_mount
         #[cfg(target_arch = "x86_64")] SYS_renameat;
+    [0, 3] => SYS_fanotify_mark;
     [4] => SYS_mmap;
 }
