@@ -252,6 +252,7 @@ fn calls_that_change_files_fail_as_on_a_read_only_mount() {
         tree_for_calls(root);
         symlink("sub", root.join("folder_link")).unwrap();
         symlink("../outside/created", root.join("leaving")).unwrap();
+        symlink("../outside", root.join("leaving_folder")).unwrap();
     };
     let outside = |ground: &Ground| {
         let outside = ground.at("outside");

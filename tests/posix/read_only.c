@@ -159,5 +159,21 @@ int main(int count, char **arguments) {
             one(relative[j], 0);
         }
     }
+    puts("== through a link to a folder outside");
+    char file[PATH_MAX], other[PATH_MAX];
+    snprintf(file, sizeof file, "%s/leaving_folder/file", root);
+    snprintf(other, sizeof other, "%s/leaving_folder/other", root);
+    print_result("rename", file, rename(file, other));
+    print_result("rename back", other, renameat2(AT_FDCWD, other, AT_FDCWD, in(outside, "file"), RENAME_NOREPLACE));
+    print_result("link", file, link(file, other));
+    print_result("link again", file, link(in(outside, "file"), other));
+    print_result("unlink", other, unlink(other));
+    print_result("unlink again", other, unlink(other));
+    print_result("mkdir", other, mkdir(other, 0700));
+    print_result("rename in", file, rename(file, in(root, "leaving_folder/other/file")));
+    print_result("rename out", file, rename(in(outside, "other/file"), file));
+    print_result("rmdir", other, rmdir(other));
+    print_result("rename into the namespace", file, rename(file, in(root, "new")));
+    print_result("link into the namespace", file, link(file, in(root, "new")));
     return 0;
 }
