@@ -105,8 +105,11 @@ fn between(from: At, to: At, rules: &dyn Rules, kernel: impl FnOnce(c_int, Text,
     }
 }
 
+/// A look-up of a path of the namespace.
+type LookUp<'a> = &'a dyn Fn(&View, &[u8]) -> Result<(), Fault>;
+
 /// Finds where a path leads. `look_up` fails with [`Fault::Leaves`] if it leads out of the namespace.
-fn lead<'a>(directory: c_int, path: &'a CStr, look_up: &dyn Fn(&View, &[u8]) -> Result<(), Fault>) -> Result<End<'a>, Fault> {
+fn lead<'a>(directory: c_int, path: &'a CStr, look_up: LookUp<'_>) -> Result<End<'a>, Fault> {
     let mut ours = match side_of(directory, path.into()) {
         Side::Kernel => return Ok(End::Kernel(directory, Cow::Borrowed(path))),
         Side::Ours(ours) => ours.into_owned(),
