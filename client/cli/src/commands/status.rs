@@ -120,9 +120,13 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
-        print_line!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
+        print_line!(
+            "node {node} reaches its peers by {}: {}",
+            kind(network),
+            display(without_os_numbers(&network.detail).as_bytes())
+        );
         for (peer, why) in &network.fallen_back {
-            print_line!("node {node} reaches node {peer} over TCP instead: {}", display(why.as_bytes()));
+            print_line!("node {node} reaches node {peer} over TCP instead: {}", display(without_os_numbers(why).as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {
