@@ -94,6 +94,61 @@ fn a_wrong_path_is_reported_once_however_many_nodes_read() {
 }
 
 #[test]
+fn messages_about_errors_of_the_operating_system_have_no_numbers() {
+    let ground = Ground::new();
+    let absent = ground.at("absent");
+    let absent = absent.to_str().unwrap();
+    let cluster = ground.up(1);
+    for (status, arguments) in [
+        (1, &["stage-in", absent, "/dayfly/x", "--report", "no/such/page"][..]),
+        (2, &["up", "--hostfile", absent]),
+        (1, &["clean", "--data-dir", absent]),
+        (2, &["serve", "--key-file", absent]),
+        (1, &["up", "--local", "1", "--data-dir", absent]),
+    ] {
+        let output = cluster.output(arguments);
+        let message = text(&output.stderr);
+        assert!(!output.status.success() && message.contains("No such file or directory"), "{arguments:?}: {message}");
+        assert!(!message.contains("os error"), "{arguments:?}, {status}: {message}");
+    }
+    let doctor = text(&cluster.output(&["doctor", "--json", "--data-dir", absent]).stdout);
+    assert!(doctor.contains("No such file") && !doctor.contains("os error"), "{doctor}");
+    cluster.down();
+}
+
+#[test]
+fn a_hostfile_that_is_a_fifo_without_a_writer_is_refused_in_time() {
+    let ground = Ground::new();
+    let fifo = ground.at("fifo");
+    nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    let message = ground.fails(2, &["up", "--start-timeout", "1", "--hostfile", fifo.to_str().unwrap()]);
+    assert!(message.contains("its writer has not finished within 1 s"), "{message}");
+}
+
+#[test]
+fn status_and_top_explain_each_column() {
+    let ground = Ground::new();
+    let (status, top) = (ground.ok(&["status", "--help"]), ground.ok(&["top", "--help"]));
+    assert!(status.contains("explain its columns"), "{status}");
+    let cluster = ground.up(1);
+    let shown = cluster.ok(&["status"]);
+    for column in ["samples", "bytes", "share", "cached", "taken", "free", "memory", "workers", "own", "arena", "asked"] {
+        assert!(shown.matches(column).count() > 1, "{column}: {shown}");
+    }
+    for column in ["over the network", "local/expect", "prefetch"] {
+        assert!(shown.contains(&format!("{column}:")), "{column}: {shown}");
+    }
+    let screen = cluster.ok(&["top", "--count", "1", "--interval", "0.1"]);
+    let header = screen.lines().nth(1).unwrap();
+    for column in
+        ["reads/s", "bytes/s", "own", "cached", "arena", "asked", "remote/s", "wait p50/p99", "prefetch", "ahead", "queued"]
+    {
+        assert!(header.contains(column) && top.contains(&format!("'{column}'")), "{column}: {header} {top}");
+    }
+    cluster.down();
+}
+
+#[test]
 fn options_that_would_be_ignored_are_refused() {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
@@ -109,6 +164,10 @@ fn options_that_would_be_ignored_are_refused() {
         let message = cluster.fails(status, &["stage-in", "--report", report, "tree", "/dayfly/t"]);
         assert!(message.contains(word), "{message}");
         assert_eq!(cluster.ok(&["ls"]), "", "nothing is staged in");
+    }
+    for option in ["--launcher-args", "--key-file"] {
+        let message = cluster.fails(2, &["up", option, "x"]);
+        assert!(message.contains(&format!("{option} has no effect")) && message.contains("--launcher"), "{message}");
     }
     assert!(cluster.fails(1, &["clean", "--data-dir", "/no/such"]).contains("'/no/such': No such file"));
     cluster.down();

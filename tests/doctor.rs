@@ -42,6 +42,16 @@ fn each_finding_on_a_node_that_is_not_ok_comes_with_advice() {
     assert_eq!(output.status.code(), Some(1));
     let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(finding(&reports[0], "data dir /absent")["state"], "missing");
+
+    // So it is if the device that the user names is missing, and the devices that there are, are listed.
+    let output = ground.output(&["doctor", "--json", "--rdma-device", "absent0"]);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stdout));
+    let reports: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let rdma = finding(&reports[0], "RDMA");
+    let advice = rdma["advice"].as_str().unwrap();
+    assert_eq!(rdma["state"], "missing");
+    assert!(advice.contains("--rdma-device"), "{rdma}");
+    assert!(advice.contains(if has_card { "the RDMA devices rxe0" } else { "this node has no RDMA devices" }), "{rdma}");
 }
 
 #[test]

@@ -68,6 +68,25 @@ fn all_examples_read_every_sample_in_the_same_order() {
         eprintln!("the Python example is NOT tested: there is no python3");
     }
 
+    // An epoch covers the whole dataset, so a part of one is refused.
+    let nested = cluster.at("nested");
+    std::fs::create_dir_all(nested.join("part")).unwrap();
+    std::fs::write(nested.join("part/a"), "a").unwrap();
+    std::fs::write(nested.join("b"), "b").unwrap();
+    cluster.stage(&[&nested], "/dayfly/nested");
+    let mut commands = vec![vec![rust.to_str().unwrap()], vec![c.to_str().unwrap()]];
+    let script = root().join("docs/examples/read_samples.py");
+    if Command::new("python3").arg("--version").output().is_ok() {
+        commands.push(vec!["python3", script.to_str().unwrap()]);
+    }
+    for command in commands {
+        let run = |path: &str| output_of(cluster.dayfly().args(["exec", "--"]).args(&command).args([path, "7", "0"]));
+        let (whole, part) = (run("/dayfly/nested/"), run("/dayfly/nested/part"));
+        assert!(whole.status.success() && text(&whole.stdout).contains("sample /dayfly/nested/b 1 98"), "{command:?}: {whole:?}");
+        assert!(!part.status.success() && text(&part.stderr).contains("only a part of a dataset"), "{command:?}: {part:?}");
+        assert!(!text(&part.stdout).contains("sample"), "{command:?}: {part:?}");
+    }
+
     let lines = |kind: &str| {
         let mut lines: Vec<&str> = printed.lines().filter(|line| line.starts_with(kind)).collect();
         lines.sort_unstable();

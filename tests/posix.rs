@@ -217,9 +217,7 @@ fn every_call_returns_what_it_returns_on_a_plain_directory() {
     }
 }
 
-/// SEMANTICS: "The namespace is read-only; data enters it only through stage-in. Its errors are those of a read-only mount: a write is
-/// EROFS, creating a path that exists is EEXIST, changing a path that does not exist is ENOENT, and a rename or link from one file
-/// system to another is EXDEV."
+/// SEMANTICS: "The namespace is read-only; data enters it only through stage-in."
 /// SEMANTICS: "statfs reports a full, read-only file system of its own type"
 #[test]
 fn the_namespace_is_read_only() {
@@ -231,7 +229,7 @@ fn the_namespace_is_read_only() {
         ("O_CREAT | O_EXCL", "EEXIST"),
         ("mkdir(at(\"sub\")", "EEXIST"),
         ("at(\"sub\"), O_WRONLY)", "EISDIR"),
-        ("missing", "ENOENT"),
+        ("missing/new", "ENOENT"),
         ("\"/tmp/new\"", "EXDEV"),
     ];
     let mut refused = 0;
@@ -242,6 +240,52 @@ fn the_namespace_is_read_only() {
     }
     assert!(refused >= 25 && found.contains("O_CREAT | O_RDONLY, 0600) >= 0 ? 0 : -1: 0"), "{found}");
     assert!(found.contains("s.f_flag & ST_RDONLY: 1"), "{found}");
+    twin.cluster.down();
+}
+
+/// SEMANTICS: "Its errors are those of a read-only mount on Linux: a write is EROFS, creating a path that exists is EEXIST, removing or
+/// renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV, and the prefix
+/// itself is EBUSY like a mount point."
+#[test]
+fn calls_that_change_files_fail_as_on_a_read_only_mount() {
+    let mounted = ["unshare", "-m", "sh", "-ec", "mount --bind $1 $1; mount -o remount,bind,ro $1; shift; exec \"$@\"", "sh"];
+    let can =
+        Command::new("unshare").args(["-m", "mount", "--bind", "/tmp", "/tmp"]).status().is_ok_and(|status| status.success());
+    if !can {
+        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "cannot mount");
+        eprintln!("skipped, because this machine does not allow mounts");
+        return;
+    }
+    let tree = |root: &Path| {
+        tree_for_calls(root);
+        symlink("sub", root.join("folder_link")).unwrap();
+        symlink("../outside/created", root.join("leaving")).unwrap();
+        symlink("../outside", root.join("leaving_folder")).unwrap();
+    };
+    let outside = |ground: &Ground| {
+        let outside = ground.at("outside");
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("file"), "outside").unwrap();
+        outside
+    };
+    let (twin, (outside, expected)) = twin(tree, |ground, root| {
+        let (outside, program) = (outside(ground), compile(ground, "read_only.c", &[]));
+        let arguments = mounted.iter().map(OsStr::new).chain([root, program.as_path(), root, &outside].map(Path::as_os_str));
+        let printed = plainly(ground, &arguments.collect::<Vec<_>>());
+        (outside, text(&printed.stdout))
+    });
+    let program = twin.cluster.at("read_only");
+    assert!(expected.lines().count() > 5000, "{expected}");
+    for node in 0..2 {
+        let found = output_of(twin.exec_command(node).args([&program, &twin.root, &outside].map(|path| path.as_os_str())));
+        let found = text(&found.stdout);
+        let pairs = expected.lines().map(Some).chain([None]).zip(found.lines().map(Some).chain([None]));
+        let different: Vec<_> = pairs.filter(|(expected, found)| expected != found).collect();
+        let lines: Vec<String> =
+            different.iter().take(40).map(|(expected, found)| format!("{expected:?}, not {found:?}")).collect();
+        assert!(different.is_empty(), "node {node}, {} differences:\n{}", different.len(), lines.join("\n"));
+    }
+    assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "a call created a file outside");
     twin.cluster.down();
 }
 

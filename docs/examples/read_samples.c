@@ -17,6 +17,7 @@
 #define BATCH 64
 
 struct samples {
+    const char *dataset;
     char **paths;
     uint64_t *sizes;
     size_t count, room;
@@ -31,6 +32,13 @@ static int print_name(const char *name, unsigned char type, void *context) {
 /* dayfly_epoch calls this for every sample, in the order of the epoch. */
 static int collect(const char *path, uint64_t size, void *context) {
     struct samples *samples = context;
+    size_t len = strlen(samples->dataset);
+    while (len > 0 && samples->dataset[len - 1] == '/')
+        len--;
+    if (strncmp(path, samples->dataset, len) || path[len] != '/') {
+        fprintf(stderr, "%s is only a part of a dataset; an epoch covers the whole dataset\n", samples->dataset);
+        exit(1);
+    }
     if (samples->count == samples->room) {
         size_t room = samples->room ? 2 * samples->room : 1024;
         char **paths = realloc(samples->paths, room * sizeof *paths);
@@ -70,7 +78,7 @@ int main(int argc, char **argv) {
         return fail(argv[1]);
 
     /* The order is the same in every process that passes the same seed and epoch. */
-    struct samples samples = {0};
+    struct samples samples = {.dataset = argv[1]};
     if (dayfly_epoch(session, argv[1], seed, epoch, collect, &samples) != 0)
         return fail("dayfly_epoch");
 

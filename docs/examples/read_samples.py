@@ -1,4 +1,4 @@
-import ctypes, sys
+import ctypes, os, sys
 
 # dayfly.h describes the functions that follow. `dayfly exec` and `dayfly run` load their library.
 dayfly = ctypes.CDLL(None)
@@ -15,6 +15,8 @@ def samples(session, dataset, seed, epoch, rank, ranks):
     number = [ctypes.c_uint64(seed), ctypes.c_uint64(epoch)]
     if dayfly.dayfly_epoch(session, dataset, *number, collect, None) != 0:
         raise OSError(f"no dataset at {dataset.decode()}")
+    if not all(path.startswith(os.path.join(os.path.abspath(dataset), b"")) for path in paths):
+        raise ValueError(f"{dataset.decode()} is only a part of a dataset; an epoch covers the whole dataset")
     # The server now fetches ahead of this loop.
     order = ctypes.c_void_p(dayfly.dayfly_order_epoch(session, dataset, *number, rank, ranks))
     try:

@@ -38,6 +38,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     // The order is the same in every process that passes the same seed and epoch. If there are several readers, reader r of n takes
     // `samples.epoch(seed, epoch).skip(r).step_by(n)`.
     let dataset = view.dataset_of(root.as_bytes())?;
+    if view.canonical(root.as_bytes())? != join(session.prefix(), dataset.target()) {
+        return Err(format!("'{root}' is only a part of a dataset; an epoch covers the whole dataset").into());
+    }
     let samples = Samples::of(dataset.catalog());
     let order: Vec<SampleId> = samples.epoch(seed, epoch).collect();
 

@@ -71,4 +71,5 @@ pub mod placement;
 pub mod segment;
 pub mod shared;
 pub mod status_page;
+pub mod text;
 pub mod wire;

@@ -7,10 +7,14 @@ use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
+use dayfly_meta::text::show_bytes;
 
 /// The advice that ends some messages. It is left out of the notes about what `--keep-going`
 /// skipped.
 const KEEP_GOING_ADVICE: &str = ", or skip what cannot be read with --keep-going";
+
+/// The start of [`StageInError::NoRoom`]'s message. The coordinator, to which some failures come as text, adds amounts to it.
+pub const NO_ROOM: &str = "no node has room left";
 
 /// Why a stage-in failed.
 #[derive(Debug, thiserror::Error)]
@@ -149,10 +153,12 @@ pub enum StageInError {
         size: u64,
     },
     /// Every node is full.
-    #[error("no node has room left for '{sample}'; raise --capacity, add drives with --data-dir, or stage in less")]
+    #[error("{NO_ROOM} for '{sample}' ({})", show_bytes(*.size))]
     NoRoom {
         /// Path of the sample in the dataset.
         sample: String,
+        /// The sample's size in bytes.
+        size: u64,
     },
     /// A temporary file on a data dir failed.
     #[error("cannot use a temporary file of the stage-in: {0}")]

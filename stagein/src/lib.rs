@@ -153,5 +153,5 @@ mod source;
 mod tests;
 pub mod unit_ledger;
 
-pub use error::StageInError;
+pub use error::{NO_ROOM, StageInError};
 pub use source::has_archive_ending;

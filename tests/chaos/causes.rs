@@ -29,10 +29,11 @@ pub(crate) enum Cause {
     Busy,
 }
 
+/// The error of a drive, in our messages, and of any failed read, in those of `cat`.
+const FAILED_IO: &str = "Input/output error";
+
 /// Maps words of a message to the cause that they name. The first matching row counts.
 const TABLE: &[(&str, Cause)] = &[
-    ("Input/output error (os error 5)", Cause::Drive),
-    ("Input/output error", Cause::Io),
     ("No space left on device", Cause::Full),
     ("no node has room left", Cause::Full),
     ("no room for", Cause::Full),
@@ -71,7 +72,14 @@ const TABLE: &[(&str, Cause)] = &[
 
 /// Returns the cause and the nodes that a message names.
 pub(crate) fn classify(message: &str) -> Option<(Cause, Vec<u16>)> {
-    let cause = TABLE.iter().find(|(words, _)| message.contains(words)).map(|&(_, cause)| cause)?;
+    let mut failed_io = message.lines().filter(|line| line.contains(FAILED_IO)).map(|line| line.contains("cat: /"));
+    let of_failed_io = match failed_io.next() {
+        Some(true) if failed_io.all(|is_of_cat| is_of_cat) => Some(Cause::Io),
+        Some(_) => Some(Cause::Drive),
+        None => None,
+    };
+    let in_table = || TABLE.iter().find(|(words, _)| message.contains(words)).map(|&(_, cause)| cause);
+    let cause = of_failed_io.or_else(in_table)?;
     let digits = |rest: &str| rest.chars().take_while(char::is_ascii_digit).collect::<String>().parse().ok();
     Some((cause, message.split("node ").skip(1).filter_map(digits).collect()))
 }
@@ -149,7 +157,9 @@ fn a_message_is_classified_by_its_cause_and_its_nodes() {
         |message: &str, cause: Cause, nodes: &[u16]| assert_eq!(classify(message), Some((cause, nodes.to_vec())), "{message}");
     check("node 2 (127.0.0.3:99) is lost: it closed the connection", Cause::NodeLost, &[2]);
     check("node 1 (127.0.0.2:1) did not answer within 5000 ms", Cause::NodeLost, &[1]);
-    check("cannot read this node's segment: Input/output error (os error 5)", Cause::Drive, &[]);
+    check("cannot read this node's segment: Input/output error", Cause::Drive, &[]);
+    check("exit status: 1: cat: /dayfly/a: Input/output error", Cause::Io, &[]);
+    check("exit status: 1: cat: /dayfly/a: Input/output error\ndayfly: node 1: Input/output error", Cause::Drive, &[1]);
     check("its bytes are gone: the session has ended or the dataset was replaced", Cause::Gone, &[]);
     assert_eq!(classify("something went wrong"), None);
     assert_eq!(classify(""), None);

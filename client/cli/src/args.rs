@@ -17,7 +17,8 @@ pub(crate) use namespace::{
     TopArguments, TuneArguments, VerifyArguments,
 };
 pub(crate) use session::{
-    CleanArguments, DoctorArguments, DownArguments, EnvArguments, ExecArguments, RunArguments, ServeArguments, UpArguments,
+    CleanArguments, DoctorArguments, DownArguments, EnvArguments, ExecArguments, RunArguments, ServeArguments, SourceAndTarget,
+    UpArguments,
 };
 pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 

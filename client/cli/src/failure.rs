@@ -16,6 +16,7 @@ use dayfly_client::ClientError;
 use dayfly_launch::preflight::PreflightError;
 use dayfly_launch::{LaunchError, Notices, owner_hint};
 use dayfly_meta::path::display;
+use dayfly_meta::text::without_os_numbers;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, poll};
 
@@ -115,9 +116,9 @@ pub(crate) fn notices() -> Notices {
 }
 
 /// Prints a line on standard error, beginning with `dayfly:`. The message is escaped, so it stays
-/// one line whatever names it contains.
+/// one line whatever names it contains, and loses the numbers of errors.
 pub(crate) fn complain(message: impl Display) {
-    mention(format_args!("dayfly: {}", display(message.to_string().as_bytes())));
+    mention(format_args!("dayfly: {}", display(without_os_numbers(&message.to_string()).as_bytes())));
 }
 
 /// Prints a line on standard error as it is. If the message cannot be written, it is dropped and

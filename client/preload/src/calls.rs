@@ -48,6 +48,7 @@ mod stat;
 mod stdio;
 pub(crate) mod syscall;
 mod transfer;
+mod two_paths;
 mod vfork;
 
 #[cfg(not(test))]

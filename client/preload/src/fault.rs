@@ -7,6 +7,8 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_client::{ClientError, ViewError, cancellation};
+use dayfly_meta::path::display;
+use dayfly_meta::text::without_os_numbers;
 
 use crate::memory::{self, Errno, Failed};
 use crate::next;
@@ -116,7 +118,7 @@ fn is_logging() -> bool {
 
 fn write_line(message: &str) {
     let _deferral = cancellation::defer();
-    let line = format!("dayfly: {}\n", dayfly_meta::path::display(message.as_bytes()));
+    let line = format!("dayfly: {}\n", display(without_os_numbers(message).as_bytes()));
     // If the process has no standard error, there is nothing to do.
     let _ = next::write_bytes(libc::STDERR_FILENO, line.as_bytes());
 }

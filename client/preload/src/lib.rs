@@ -58,6 +58,7 @@ mod fault;
 mod heap;
 mod kernel_copy;
 mod kernel_reads;
+mod last_name;
 mod library;
 mod memory;
 mod next;

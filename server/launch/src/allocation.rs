@@ -20,7 +20,7 @@ use crate::options::LaunchOptions;
 use crate::processes::REASON_LEN_MAX;
 use crate::units::shortened;
 
-/// How long a command may take to answer a question. A shorter start timeout takes precedence.
+/// How long a command may take to answer a question, and a FIFO to deliver a list of hosts. A shorter start timeout takes precedence.
 const QUERY_TIMEOUT: Duration = Duration::from_secs(20);
 /// Maximum length of an answer, in bytes.
 const ANSWER_LEN_MAX: u64 = 1 << 20;
@@ -96,6 +96,12 @@ fn choose_in(options: &LaunchOptions, environment: Environment) -> Result<Alloca
         return Err(LaunchError::NodeCount { nodes: hosts.len() });
     }
     let is_fallback = launcher.is_local() && options.local.is_none() && options.launcher.is_none();
+    if is_fallback {
+        let unused = [("--launcher-args", !options.launcher_args.is_empty()), ("--key-file", options.key_file.is_some())];
+        if let Some((option, _)) = unused.into_iter().find(|(_, is_given)| *is_given) {
+            return Err(LaunchError::NoLauncher { option });
+        }
+    }
     let job = manager.and_then(|manager| manager.job_name(environment));
     Ok(Allocation { launcher, hosts, job, is_fallback })
 }
@@ -105,7 +111,8 @@ fn given_hosts(options: &LaunchOptions) -> Result<Option<Vec<String>>, LaunchErr
     let (place, listed) = match (&options.hosts[..], &options.hostfile) {
         ([], None) => return Ok(None),
         ([], Some(path)) => {
-            let content = read_hosts_file(path).map_err(|source| LaunchError::Hostfile { path: path.clone(), source })?;
+            let content = read_hosts_file(path, QUERY_TIMEOUT.min(options.start_timeout))
+                .map_err(|source| LaunchError::Hostfile { path: path.clone(), source })?;
             (format!("the hostfile '{}'", path.display()), hosts_of_file(&content))
         }
         (given, _) => ("--hosts".to_owned(), expand_host_list(&given.join(","))),
@@ -140,7 +147,8 @@ fn listed_by_manager(
         NodeList::File(variable) => {
             let path = PathBuf::from(value(variable)?);
             let place = format!("'{}' ({variable})", path.display());
-            let content = read_hosts_file(&path).map_err(|source| LaunchError::ManagerList { path, variable, source })?;
+            let content = read_hosts_file(&path, QUERY_TIMEOUT.min(start_timeout))
+                .map_err(|source| LaunchError::ManagerList { path, variable, source })?;
             (place, hosts_of_file(&content))
         }
         NodeList::Output(command) => {
@@ -223,6 +231,17 @@ mod tests {
             (Err(error), Err(word)) => assert!(error.to_string().contains(word), "{error}"),
             (found, expect) => panic!("{found:?} is not {expect:?}"),
         }
+    }
+
+    #[test]
+    fn options_of_a_launcher_are_refused_where_no_launcher_is_used() {
+        let arguments = || LaunchOptions { launcher_args: vec!["-v".to_owned()], ..LaunchOptions::default() };
+        let key_file = || LaunchOptions { key_file: Some("k".into()), ..LaunchOptions::default() };
+        check(arguments(), &[], Err("--launcher-args has no effect"));
+        check(key_file(), &[], Err("--key-file has no effect"));
+        let slurm = [("SLURM_JOB_ID", "1"), ("SLURM_JOB_NODELIST", "n[1-2]")];
+        check(arguments(), &slurm, Ok(("slurm", &["n1", "n2"])));
+        check(key_file(), &slurm, Ok(("slurm", &["n1", "n2"])));
     }
 
     #[test]

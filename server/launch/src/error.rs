@@ -86,6 +86,15 @@ pub enum LaunchError {
         /// The option that the user gave: `--local` or `--launcher local`.
         option: &'static str,
     },
+    /// An option of the launcher's command, although no launcher is used.
+    #[error(
+        "{option} has no effect, because no workload manager was detected and one server would start on this machine; leave \
+         it out, or name the launcher with --launcher or the nodes with --hosts"
+    )]
+    NoLauncher {
+        /// The option that the user gave.
+        option: &'static str,
+    },
     /// `--launcher manual` without a number of nodes.
     #[error("--launcher manual needs --nodes N, the number of servers that you will start")]
     ManualNeedsNodes,
@@ -377,6 +386,7 @@ impl LaunchError {
             | Self::UnknownLauncher { .. }
             | Self::LocalWithLauncher { .. }
             | Self::LocalWithHosts { .. }
+            | Self::NoLauncher { .. }
             | Self::ManualNeedsNodes
             | Self::MinNodes { .. }
             | Self::NodeCount { .. }

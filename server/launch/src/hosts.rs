@@ -1,10 +1,16 @@
 //! Host lists, as workload managers and people write them.
 
-use std::fs::File;
+use std::fs::OpenOptions;
 use std::io::{self, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 use dayfly_meta::limits::{HOSTS_FILE_LEN_MAX, NODES_MAX};
+use nix::errno::Errno;
+use nix::libc::O_NONBLOCK;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::units::{shortened, show_bytes};
 
@@ -21,6 +27,9 @@ pub enum HostListError {
     #[error("it names no hosts")]
     Empty,
 }
+
+/// How long to wait before another read of a FIFO that poll called readable, but that has no bytes.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Maximum number of characters of a malformed item that a message shows.
 const ITEM_SHOWN_LEN: usize = 100;
@@ -47,13 +56,37 @@ pub fn expand_host_list(list: &str) -> Result<Vec<String>, HostListError> {
     Ok(hosts)
 }
 
-/// Reads a machine file as text.
+/// Reads a machine file as text. The file may be a FIFO, such as that of `<(scontrol show hostnames)`, whose writer must have
+/// finished before the timeout.
 ///
 /// # Errors
-/// Fails if the file cannot be read, is longer than [`HOSTS_FILE_LEN_MAX`], or is not UTF-8.
-pub(crate) fn read_hosts_file(path: &Path) -> io::Result<String> {
+/// Fails if the file cannot be read in time, is longer than [`HOSTS_FILE_LEN_MAX`], or is not UTF-8.
+pub(crate) fn read_hosts_file(path: &Path, timeout: Duration) -> io::Result<String> {
     let mut content = Vec::new();
-    File::open(path)?.take(HOSTS_FILE_LEN_MAX + 1).read_to_end(&mut content)?;
+    let file = OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path)?;
+    let deadline = Instant::now() + timeout;
+    let mut reader = (&file).take(HOSTS_FILE_LEN_MAX + 1);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut wanted = [PollFd::new(file.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut wanted, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+            Ok(0) => {
+                let reason = format!("its writer has not finished within {} s", timeout.as_secs());
+                return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
+            }
+            Ok(_) => {}
+            Err(Errno::EINTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        let before = content.len();
+        match reader.read_to_end(&mut content) {
+            Ok(_) => break,
+            // A FIFO is empty for now.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && content.len() > before => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(POLL_INTERVAL),
+            Err(error) => return Err(error),
+        }
+    }
     if content.len() as u64 > HOSTS_FILE_LEN_MAX {
         return Err(io::Error::other(format!("it is longer than {}", show_bytes(HOSTS_FILE_LEN_MAX))));
     }
@@ -153,12 +186,32 @@ mod tests {
 
     #[test]
     fn an_endless_hosts_file_is_refused() {
-        let said = |path: &str| read_hosts_file(Path::new(path)).unwrap_err().to_string();
+        let said = |path: &str| read_hosts_file(Path::new(path), Duration::from_secs(20)).unwrap_err().to_string();
         assert_eq!(said("/dev/zero"), "it is longer than 64.0MiB");
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("nodes");
         std::fs::write(&path, b"n1\xff\n").unwrap();
         assert_eq!(said(path.to_str().unwrap()), "it is not a text file in UTF-8");
+    }
+
+    #[test]
+    fn a_fifo_is_read_to_its_end_unless_its_writer_takes_too_long() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("fifo");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let read = |timeout: Duration| read_hosts_file(&path, timeout).map_err(|error| error.to_string());
+        assert_eq!(read(Duration::from_millis(30)), Err("its writer has not finished within 0 s".to_owned()));
+        std::thread::scope(|scope| {
+            let writer = scope.spawn(|| {
+                let mut fifo = OpenOptions::new().write(true).open(&path).unwrap();
+                for line in ["n1\n", "n2\n"] {
+                    std::io::Write::write_all(&mut fifo, line.as_bytes()).unwrap();
+                    std::thread::sleep(Duration::from_millis(30));
+                }
+            });
+            assert_eq!(read(Duration::from_secs(60)).as_deref(), Ok("n1\nn2\n"));
+            writer.join().unwrap();
+        });
     }
 
     #[test]

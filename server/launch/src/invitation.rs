@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_invitation_of_another_version_names_it_and_other_input_does_not() {
+    fn an_invitation_of_another_version_is_an_error_that_names_the_version() {
         let other = Invitation::from_line(b"{\"version\":\"9.9.9\",\"unknown\":1}\n");
         assert!(matches!(other, Err(LaunchError::VersionMismatch { launcher }) if launcher == "9.9.9"));
         assert!(matches!(Invitation::from_line(b"\n"), Err(LaunchError::NoInvitation)));

@@ -1,23 +1,7 @@
 //! Quantities in messages: sizes in binary units, counted nouns with the right plural, and text cut
 //! to a bounded length.
 
-const UNITS: [&str; 6] = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
-
-/// Formats a number of bytes with one decimal and a binary unit.
-///
-/// ```
-/// assert_eq!(dayfly_launch::units::show_bytes(1536), "1.5KiB");
-/// assert_eq!(dayfly_launch::units::show_bytes(1023), "1023B");
-/// ```
-pub fn show_bytes(bytes: u64) -> String {
-    let mut unit = 0;
-    let mut value = bytes as f64;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    if unit == 0 { format!("{bytes}B") } else { format!("{value:.1}{}", UNITS[unit]) }
-}
+pub use dayfly_meta::text::show_bytes;
 
 /// Formats a count with its noun, which is given in the singular.
 ///

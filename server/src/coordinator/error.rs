@@ -8,6 +8,9 @@ use dayfly_meta::catalog::BuildError;
 use dayfly_meta::catalog::resolve::ResolveError;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::DATASETS_MAX;
+use dayfly_meta::text::show_bytes;
+use dayfly_meta::wire::peer::{Rejection, RejectionKind};
+use dayfly_stagein::NO_ROOM;
 
 use super::COORDINATOR;
 use super::conflicts::PathConflict;
@@ -30,10 +33,16 @@ pub(crate) enum CoordinatorError {
     #[error("a session has at most {DATASETS_MAX} datasets; replace one with --replace, or start another session")]
     TooManyDatasets,
     #[error(
-        "the sources take at least {needed} bytes, and all nodes together have {free} bytes free; allow more with --capacity, \
-         or add drives with --data-dir"
+        "the sources take at least {}, and all nodes together have {} free ({}); {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free)
     )]
-    NotEnoughRoom { needed: u64, free: u64 },
+    NotEnoughRoom { needed: u64, free: Vec<u64> },
+    /// A node found no room on any node. `free` is from the start of the stage-in.
+    #[error(
+        "{cause}; {} were stored, and all nodes together had {} free ({}); {MORE_ROOM}",
+        show_bytes(*stored), show_bytes(free.iter().sum()), by_node(free)
+    )]
+    NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64> },
     #[error("a stage-in needs all nodes: {0}")]
     NodeMissing(#[source] PeerError),
     #[error(transparent)]
@@ -77,7 +86,42 @@ pub(crate) enum CoordinatorError {
     Shared(Arc<CoordinatorError>),
 }
 
+/// What to do if nodes are full.
+const MORE_ROOM: &str =
+    "start the session on more nodes, allow more with --capacity, add drives with --data-dir, or stage in less";
+/// The most nodes whose free bytes a message shows.
+const NODES_SHOWN_MAX: usize = 8;
+
+/// Shows the free bytes of each node.
+fn by_node(free: &[u64]) -> String {
+    let shown = free.iter().take(NODES_SHOWN_MAX).enumerate().map(|(node, free)| format!("node {node}: {}", show_bytes(*free)));
+    let rest = if free.len() > NODES_SHOWN_MAX { ", ..." } else { "" };
+    shown.collect::<Vec<_>>().join(", ") + rest
+}
+
 impl CoordinatorError {
+    /// Returns whether the cause is that nodes are full.
+    fn is_for_room(&self) -> bool {
+        match self {
+            Self::Shared(error) => error.is_for_room(),
+            Self::OnNode { cause, .. } => {
+                cause.downcast_ref::<Rejection>().is_some_and(|rejection| rejection.kind == RejectionKind::NoRoom)
+            }
+            Self::Peer(PeerError::Rejected { rejection, .. }) => rejection.kind == RejectionKind::NoRoom,
+            // Only the text of such a failure reaches the coordinator.
+            Self::UnitFailed(reason) => reason.contains(NO_ROOM),
+            _ => false,
+        }
+    }
+
+    /// Adds amounts to an error of nodes that are full: what was stored, and what was free on each node at the start.
+    pub(super) fn with_amounts(self, stored: u64, free: &[u64]) -> Self {
+        match self.is_for_room() {
+            true => Self::NoRoomLeft { cause: self.share(), stored, free: free.to_vec() },
+            false => self,
+        }
+    }
+
     /// Returns the failure of a node.
     pub(super) fn on_node(peers: &Peers, node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::OnNode { node: (peers.count() > 1).then_some(node), cause: cause.into() }

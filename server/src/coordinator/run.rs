@@ -104,7 +104,7 @@ async fn run_to_end(
     let (needed, all_free) = (estimate.least_bytes, estimate.free_bytes);
     let _ = events.send(Event::Planned(estimate)).await;
     if needed > all_free {
-        return Err(CoordinatorError::NotEnoughRoom { needed, free: all_free });
+        return Err(CoordinatorError::NotEnoughRoom { needed, free });
     }
     let number = coordinator.last_number.fetch_add(1, Ordering::Relaxed) + 1;
     tracing::Span::current().record("stage_in", number);
@@ -140,7 +140,8 @@ async fn run_to_end(
         Err(error) => {
             // A lost node has nothing to undo, and the user needs to know the first failure only.
             let _ = publication.abort().await;
-            let error = error.share();
+            let stored = stage_in.progress().bytes;
+            let error = error.with_amounts(stored, &publication.free).share();
             stage_in.fail(CoordinatorError::Shared(error.clone()));
             Err(CoordinatorError::Shared(error))
         }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::text::show_bytes;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_stagein::StageInError;
 
@@ -48,8 +49,8 @@ pub(crate) enum NodeStageInError {
     ReadBack(#[source] io::Error),
     #[error("the catalog is not on this node yet")]
     NoCatalog,
-    #[error("there is no room for the catalog; allow more with --capacity")]
-    NoCatalogRoom,
+    #[error("there is no room for the catalog, which takes {}", show_bytes(*.0))]
+    NoCatalogRoom(u64),
     #[error("cannot write the catalog: {0}")]
     WriteCatalog(#[source] io::Error),
     #[error("cannot read the catalog: {0}")]
@@ -71,7 +72,7 @@ impl NodeStageInError {
             Self::OtherRoster { .. } | Self::TooLong(_) | Self::NoSuchRun(_) => RejectionKind::Invalid,
             Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
             Self::Busy => RejectionKind::Busy,
-            Self::NoRoom | Self::NoCatalogRoom => RejectionKind::NoRoom,
+            Self::NoRoom | Self::NoCatalogRoom(_) => RejectionKind::NoRoom,
             Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) => RejectionKind::DriveFailed,
             Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } => RejectionKind::PeerFailed,
             Self::Ingest(error) => ingest_kind(error),

@@ -56,7 +56,7 @@ impl NodeStageIn {
         let (drive, mut room) = self.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
         if !(room.grow(more) || self.context.room.make_room(more).await? && room.grow(more)) {
-            return Err(NodeStageInError::NoCatalogRoom);
+            return Err(NodeStageInError::NoCatalogRoom(len));
         }
         room.shrink_to(len);
         self.context.room.make_headroom(len.saturating_mul(CATALOG_AND_LOCATIONS)).await?;

@@ -75,7 +75,8 @@ impl Transport for Tcp {
 
     async fn serve(&self, service: Arc<dyn Service>) -> io::Result<Serving> {
         let listener = self.listener.lock().await.take();
-        let listener = listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node already serves"))?;
+        let listener =
+            listener.ok_or_else(|| io::Error::new(io::ErrorKind::AlreadyExists, "this node is accepting connections already"))?;
         Ok(serve::start(listener, self.identity.clone(), service))
     }
 

@@ -128,7 +128,10 @@ impl<S: Sink> Worker<S> {
     fn owner(&self, index: usize, part: u32) -> Result<NodeId, StageInError> {
         let path = &self.members[index].path;
         let owner = self.placement.owner(self.group(path), part);
-        owner.ok_or_else(|| StageInError::NoRoom { sample: display(path) })
+        owner.ok_or_else(|| {
+            let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
+            StageInError::NoRoom { sample: display(path), size }
+        })
     }
 
     /// Returns what the owner compares to find path conflicts. Only a sample's first block carries

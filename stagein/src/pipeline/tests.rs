@@ -296,7 +296,10 @@ fn batches_that_come_back_all_at_once_are_placed_again() {
 fn no_room_anywhere_is_an_error_that_names_the_sample() {
     for sizes in [&[10_000; 500][..], &[5 << 20; 3]] {
         let error = stage_in_files(sizes, &[1 << 20, 2 << 20]).unwrap_err();
-        assert!(matches!(&error, StageInError::NoRoom { sample } if sample.starts_with('f')), "{error}");
+        assert!(
+            matches!(&error, StageInError::NoRoom { sample, size } if sample.starts_with('f') && *size == sizes[0]),
+            "{error}"
+        );
     }
 }
 

@@ -103,7 +103,10 @@ pub(crate) struct VerifyArguments {
     pub(crate) path: Option<OsString>,
 }
 
-/// Show what each node holds, its free space, where reads came from, and what slows readers down.
+/// Show what each node holds, its free space, where reads came from, and how nodes reach each other.
+///
+/// Below each table, lines explain its columns. Counts run from the start of the session; 'dayfly
+/// top' shows rates and what slows readers down.
 #[derive(Args)]
 pub(crate) struct StatusArguments {
     /// Print the result as JSON.
@@ -113,11 +116,19 @@ pub(crate) struct StatusArguments {
 
 /// Watch what nodes and their processes read, from where, and what slows them down.
 ///
-/// Each screen shows the rates since the previous one. Sources of reads: 'own', this node's
-/// segment; 'cached', its copy of a block that another node owns; 'arena', fetched ahead or by
-/// another process; 'asked', fetched while the reader waited. Prefetch: 'hits' had arrived before
-/// they were read, 'late' had not, and 'wasted' were never read. The last line names the
-/// bottleneck.
+/// Each screen shows the rates since the previous one, for each node and, below it, for its busiest
+/// processes. The last line names the bottleneck. Columns:
+///
+/// 'reads/s', 'bytes/s': what processes read. The next four columns say from where, in percent of
+/// the bytes: 'own', this node's segment; 'cached', its copy of a block that another node owns;
+/// 'arena', fetched ahead or by another process; 'asked', fetched while the reader waited.
+///
+/// 'remote/s': bytes that arrived from other nodes, asked for or fetched ahead. 'wait p50/p99': how
+/// long half of all requests to other nodes took at most, and 99 % of them.
+///
+/// 'prefetch': samples that had arrived before they were read ('hit'), that had not ('late'), and
+/// that were never read ('lost'). 'ahead': how far the node fetches ahead of its readers.
+/// 'queued': requests that wait for space in the arena.
 #[derive(Args)]
 pub(crate) struct TopArguments {
     /// Seconds between two screens.

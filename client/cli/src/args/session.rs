@@ -1,6 +1,6 @@
 //! Arguments of the commands that start, use and end sessions.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -256,7 +256,7 @@ pub(crate) struct RunArguments {
         help_heading = "Stage-in",
         value_parser = OsStringValueParser::new().try_map(source_and_target)
     )]
-    pub(crate) stage_in: Vec<OsString>,
+    pub(crate) stage_in: Vec<SourceAndTarget>,
     #[command(flatten)]
     pub(crate) options: StageInOptions,
     /// The command and its arguments.
@@ -291,7 +291,8 @@ pub(crate) struct EnvArguments {
 /// Check whether nodes, and the network between them, have what a session needs.
 ///
 /// Each finding is ok, slow or missing, and comes with advice. RDMA is tested with a real
-/// transfer. Exit status: 0, or 1 if something is missing that every session needs.
+/// transfer. Exit status: 0, or 1 if something is missing that every session needs, or the device
+/// named with --rdma-device.
 ///
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
@@ -355,10 +356,20 @@ pub(crate) struct CleanArguments {
 #[derive(Args)]
 pub(crate) struct DownArguments {}
 
-/// Checks that an argument of `--stage-in` has a source and a target.
-fn source_and_target(argument: OsString) -> Result<OsString, &'static str> {
-    let has_both = argument.as_bytes().windows(2).skip(1).any(|pair| pair == b":/");
-    if has_both { Ok(argument) } else { Err("a source, a colon and a target are needed, as in train.tar:/dayfly/train") }
+/// An argument of `run --stage-in`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct SourceAndTarget {
+    pub(crate) source: OsString,
+    pub(crate) target: OsString,
+}
+
+/// Splits `SOURCE:TARGET` at the last `:/`.
+fn source_and_target(argument: OsString) -> Result<SourceAndTarget, &'static str> {
+    let bytes = argument.as_bytes();
+    let colon = bytes.windows(2).rposition(|pair| pair == b":/").filter(|&colon| colon > 0);
+    let colon = colon.ok_or("a source, a colon and a target are needed, as in train.tar:/dayfly/train")?;
+    let part = |bytes: &[u8]| OsStr::from_bytes(bytes).to_owned();
+    Ok(SourceAndTarget { source: part(&bytes[..colon]), target: part(&bytes[colon + 1..]) })
 }
 
 /// Parses a time with a unit, of at most 30 days.
@@ -377,6 +388,21 @@ fn duration(text: &str) -> Result<Duration, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::SourceAndTarget;
+
+    #[test]
+    fn a_stage_in_argument_splits_at_its_last_colon_slash() {
+        let check = |argument: &str, expect: Option<(&str, &str)>| {
+            let expect = expect.map(|(source, target)| SourceAndTarget { source: source.into(), target: target.into() });
+            assert_eq!(super::source_and_target(argument.into()).ok(), expect, "{argument}");
+        };
+        check("a.tar:/dayfly/a", Some(("a.tar", "/dayfly/a")));
+        check("/pfs/x:/y/*.tar:/dayfly/a", Some(("/pfs/x:/y/*.tar", "/dayfly/a")));
+        check("a.tar", None);
+        check("a.tar:dayfly", None);
+        check(":/dayfly", None);
+    }
+
     #[test]
     fn times_need_a_unit() {
         let check =

@@ -23,7 +23,7 @@ use tokio::time::timeout;
 use super::signals::Interruptions;
 use super::start::{prepare_supervisor, start, until_lost};
 use super::{down, exec, stage_in};
-use crate::args::RunArguments;
+use crate::args::{RunArguments, SourceAndTarget};
 use crate::failure::{Failure, NOT_STARTED, complain, end_soon, notices};
 use crate::preload;
 use crate::size;
@@ -37,7 +37,7 @@ const LOSS_TIMEOUT: Duration = Duration::from_millis(500);
 pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
     prepare_supervisor();
     let own = |failure: Failure| failure.with_status(NOT_STARTED);
-    let stage_ins = arguments.stage_in.iter().map(|argument| split(argument)).collect::<Result<Vec<_>, _>>()?;
+    let stage_ins = arguments.stage_in.clone();
     if arguments.options.report.is_some() && stage_ins.len() > 1 {
         return Err(Failure::usage(
             "--report works with a single --stage-in; for several, use 'dayfly up' and 'dayfly stage-in --report'",
@@ -55,7 +55,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
         };
         let mut loss = pin!(until_lost(session.loss()));
         let work = async {
-            for (source, target) in stage_ins {
+            for SourceAndTarget { source, target } in stage_ins {
                 let (location, options) = (session.location().clone(), arguments.options.clone());
                 let display = stage_in::ProgressDisplay::default();
                 let shared = display.clone();
@@ -95,9 +95,9 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
 }
 
 /// Checks targets, CMD, the preload library, the report and the sources.
-fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, OsString)]) -> Result<(), Failure> {
+fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[SourceAndTarget]) -> Result<(), Failure> {
     let own = |failure: Failure| failure.with_status(NOT_STARTED);
-    preflight::check_targets(plan.prefix(), stage_ins.iter().map(|(_, target)| target.as_os_str()))?;
+    preflight::check_targets(plan.prefix(), stage_ins.iter().map(|stage_in| stage_in.target.as_os_str()))?;
     check_command(&arguments.command, plan.prefix())?;
     preload::library().map_err(own)?;
     let options = &arguments.options;
@@ -111,7 +111,7 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[(OsString, O
         keep_going: options.keep_going,
         ..Selection::default()
     };
-    for (source, target) in stage_ins {
+    for SourceAndTarget { source, target } in stage_ins {
         let path = stage_in::absolute(source).map_err(own)?;
         // Node 0 reads the sources. If it is another machine, it may see other files.
         if plan.has_node_0_here() {
@@ -130,14 +130,6 @@ fn check_command(command: &[OsString], prefix: &[u8]) -> Result<(), Failure> {
     }
     let found = preflight::find_program(program, &exec::search_path()?);
     found.map(drop).map_err(|error| exec::not_started(program, &error))
-}
-
-/// Splits `SOURCE:TARGET` at the last `:/`.
-fn split(argument: &OsStr) -> Result<(OsString, OsString), Failure> {
-    let bytes = argument.as_bytes();
-    let colon = bytes.windows(2).rposition(|pair| pair == b":/").filter(|&colon| colon > 0);
-    let colon = colon.ok_or_else(|| Failure::usage(format!("'{}' is not SOURCE:/TARGET", argument.display())))?;
-    Ok((OsStr::from_bytes(&bytes[..colon]).to_owned(), OsStr::from_bytes(&bytes[colon + 1..]).to_owned()))
 }
 
 /// Runs CMD, and passes signals on to it. If the session is lost, CMD is asked to end.
@@ -203,22 +195,4 @@ fn forward(child: &Child, number: i32) {
 /// process.
 fn shell_status(status: ExitStatus) -> u8 {
     status.code().map_or_else(|| 128 + status.signal().unwrap_or(0) as u8, |code| code as u8)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_stage_in_argument_splits_at_its_last_colon_slash() {
-        let check = |argument: &str, expect: Option<(&str, &str)>| {
-            let found = split(OsStr::new(argument)).ok();
-            assert_eq!(found, expect.map(|(source, target)| (source.into(), target.into())), "{argument}");
-        };
-        check("a.tar:/dayfly/a", Some(("a.tar", "/dayfly/a")));
-        check("/pfs/x:/y/*.tar:/dayfly/a", Some(("/pfs/x:/y/*.tar", "/dayfly/a")));
-        check("a.tar", None);
-        check("a.tar:dayfly", None);
-        check(":/dayfly", None);
-    }
 }

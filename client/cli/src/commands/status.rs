@@ -7,6 +7,7 @@ use dayfly_client::Session;
 use dayfly_launch::units;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
+use dayfly_meta::text::without_os_numbers;
 use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
 use serde_json::{Value, json};
 
@@ -36,11 +37,22 @@ fn share_percent(node: &NodeStatus, all: u64) -> f64 {
 }
 
 /// Explains the first table's columns.
-const LEGEND: [&str; 4] = [
+const LEGEND: [&str; 6] = [
+    "samples, bytes: what the node owns, and its share of all bytes; empty samples are on no node",
     "cached: copies of other nodes' blocks; stage-ins evict them, so 'free' includes their space",
     "taken: space of all unnamed files on the data dirs, including cached blocks; du does not see it",
+    "free: room for new datasets within --capacity",
+    "memory: what the server uses, including its arena of other nodes' blocks",
     "workers: how many units of the sources a node reads at the same time during a stage-in",
-    "Empty samples are on no node.",
+];
+
+/// Explains the second table's columns.
+const READS_LEGEND: [&str; 4] = [
+    "reads of processes on the node, as count (bytes): own, from its own data dirs; cached, from its copies of other nodes' \
+     blocks; arena, fetched ahead or by another process; asked, fetched while the reader waited",
+    "over the network: chunks that arrived from other nodes, asked for or fetched ahead",
+    "local/expect: the share of bytes read from the node's own drives, and the share to expect once its cache is full",
+    "prefetch: samples that had arrived before they were read, that arrived late, and that were never read",
 ];
 
 fn show_tables(session: &Session, status: &SessionStatus) {
@@ -62,7 +74,9 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     for NodeEntry { node, address, status } in &status.nodes {
         let node = node.to_string();
         match status {
-            Err(reason) => print_line!("{node:<5} {address:<21} does not answer: {}", display(reason.as_bytes())),
+            Err(reason) => {
+                print_line!("{node:<5} {address:<21} does not answer: {}", display(without_os_numbers(reason).as_bytes()))
+            }
             Ok(node_status) => print_line!(
                 "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8} {:>8}",
                 node_status.samples,
@@ -101,11 +115,18 @@ fn show_tables(session: &Session, status: &SessionStatus) {
             format!("{}/{}/{}", prefetch.hits, prefetch.late, prefetch.wasted),
         );
     }
+    for line in READS_LEGEND {
+        print_line!("{line}");
+    }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
-        print_line!("node {node} reaches its peers by {}: {}", kind(network), display(network.detail.as_bytes()));
+        print_line!(
+            "node {node} reaches its peers by {}: {}",
+            kind(network),
+            display(without_os_numbers(&network.detail).as_bytes())
+        );
         for (peer, why) in &network.fallen_back {
-            print_line!("node {node} reaches node {peer} over TCP instead: {}", display(why.as_bytes()));
+            print_line!("node {node} reaches node {peer} over TCP instead: {}", display(without_os_numbers(why).as_bytes()));
         }
     }
     if let Some(node) = status.nodes.iter().find_map(|entry| entry.status.as_ref().ok()) {

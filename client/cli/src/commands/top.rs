@@ -50,8 +50,8 @@ fn show_nodes(before: &Status, now: &Status, seconds: f64) {
         "reads/s",
         "bytes/s",
         "remote/s",
-        "wait 50/99 %",
-        "prefetch hit/late/wast",
+        "wait p50/p99",
+        "prefetch hit/late/lost",
         "ahead",
         "queued"
     );

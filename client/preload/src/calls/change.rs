@@ -8,21 +8,24 @@
 //! | `existing` | changes what a path names, and does not follow a symlink at its end | EROFS, or why the path names nothing |
 //! | `followed` | the same, but follows a symlink at the end | as above |
 //! | `followed_or_itself` | the same, and an empty path with `AT_EMPTY_PATH` means the descriptor | as above |
-//! | `new` | creates a name that must not exist | EEXIST, EROFS, or why the directory cannot hold it |
+//! | `cut` | truncates what a path names | the same, EISDIR for a directory, EINVAL for a negative length |
+//! | `new`, `new_directory` | creates a name that must not exist | EEXIST, EROFS, or why the directory cannot hold it |
 //! | `temporary` | creates a name that it chooses itself | EROFS, or why the directory cannot hold it |
-//! | `between` | involves two paths | EXDEV if one is the kernel's, else EROFS |
+//! | `file_removed` | removes a file | EROFS even if the file is missing, EISDIR for `.`, `..` and the prefix |
+//! | `directory_removed` | removes a directory | EROFS even if it is missing; EINVAL, ENOTEMPTY, EBUSY for `.`, `..`, the prefix |
+//! | `either_removed` | removes one or the other | as the two above |
 //! | `descriptor` | changes what a descriptor names, which is open for reading | the error in the table |
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{c_char, c_int, c_void};
 
-use dayfly_client::{View, ViewError};
+use dayfly_client::{FileKind, View};
 use libc::{dev_t, gid_t, mode_t, off_t, size_t, timespec, timeval, uid_t, utimbuf};
 
 use super::hook;
-use super::open::cannot_create;
 use crate::fault::Fault;
+use crate::last_name::{Kind, LastName, cannot_create};
 use crate::memory::{Errno, FromC, fail};
-use crate::path::{at, at_or_itself, is_ours};
+use crate::path::{at, at_or_itself};
 use crate::table::{self, created};
 
 const HERE: c_int = libc::AT_FDCWD;
@@ -42,36 +45,45 @@ fn followed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
     Err(Fault::Errno(libc::EROFS))
 }
 
-fn new(view: &View, path: &[u8]) -> Result<c_int, Fault> {
-    match view.lstat(path) {
-        Ok(_) => Err(Fault::Errno(libc::EEXIST)),
-        Err(ViewError::NotFound) => Err(cannot_create(view, path)),
-        Err(error) => Err(error.into()),
+fn cut(view: &View, path: &[u8], len: off_t) -> Result<c_int, Fault> {
+    if len < 0 {
+        return Err(Fault::Errno(libc::EINVAL));
     }
+    let is_directory = view.stat(path)?.kind == FileKind::Directory;
+    Err(Fault::Errno(if is_directory { libc::EISDIR } else { libc::EROFS }))
+}
+
+fn new(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    Err(cannot_create(view, path, false))
+}
+
+fn new_directory(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    Err(cannot_create(view, path, true))
 }
 
 fn temporary(view: &View, path: &[u8]) -> Result<c_int, Fault> {
-    Err(cannot_create(view, path))
+    LastName::find(view, path)?;
+    Err(Fault::Errno(libc::EROFS))
 }
 
-/// A directory's descriptor and a path relative to it.
-type At<'a> = (c_int, Text<'a>);
+fn file_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    let is_name = LastName::find(view, path)?.kind == Kind::Name;
+    Err(Fault::Errno(if is_name { libc::EROFS } else { libc::EISDIR }))
+}
 
-fn between(from: At, to: At, kernel: impl FnOnce() -> c_int) -> c_int {
-    let is_bad = |path: Text| path.path().is_none();
-    if is_bad(from.1) && !is_ours(to.0, to.1) || is_bad(to.1) && !is_ours(from.0, from.1) {
-        return kernel();
-    }
-    if is_bad(from.1) || is_bad(to.1) {
-        // The kernel does not know the other path, and would fail for that reason.
-        let is_long = |path: Text| path.string().is_some();
-        let bad = if is_bad(from.1) { from.1 } else { to.1 };
-        return fail(if is_long(bad) { libc::ENAMETOOLONG } else { libc::EFAULT });
-    }
-    match (is_ours(from.0, from.1), is_ours(to.0, to.1)) {
-        (false, false) => kernel(),
-        (true, true) => fail(libc::EROFS),
-        _ => fail(libc::EXDEV),
+fn directory_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    Err(Fault::Errno(match LastName::find(view, path)?.kind {
+        Kind::Prefix => libc::EBUSY,
+        Kind::Dot => libc::EINVAL,
+        Kind::DotDot => libc::ENOTEMPTY,
+        Kind::Name => libc::EROFS,
+    }))
+}
+
+fn either_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
+    match file_removed(view, path) {
+        Err(Fault::Errno(libc::EISDIR)) => directory_removed(view, path),
+        result => result,
     }
 }
 
@@ -117,14 +129,6 @@ macro_rules! refuse {
             }
         )*}
     };
-    (@between (HERE $from:ident, HERE $to:ident) $read:ident $name:ident $arguments:tt) => {{
-        let _ = $read;
-        between((HERE, $from), (HERE, $to), || $name::next $arguments)
-    }};
-    (@between ($from_directory:ident $from:ident, $to_directory:ident $to:ident) $read:ident $name:ident $arguments:tt) => {{
-        let _ = $read;
-        between(($from_directory, $from), ($to_directory, $to), || $name::next $arguments)
-    }};
     (@descriptor ($number:ident $errno:ident) $read:ident $name:ident $arguments:tt) => {
         descriptor($number, libc::$errno, $read, || $name::next $arguments)
     };
@@ -154,17 +158,10 @@ fn after(
 }
 
 refuse! {
-    fn rename(from: Text, to: Text) => between(HERE from, HERE to);
-    fn renameat(from_directory: c_int, from: Text, to_directory: c_int, to: Text)
-        => between(from_directory from, to_directory to);
-    fn renameat2(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_uint)
-        => between(from_directory from, to_directory to);
-    fn link(from: Text, to: Text) => between(HERE from, HERE to);
-
     fn symlink(target: Text, path: Text) => new(HERE path) reads target;
     fn symlinkat(target: Text, directory: c_int, path: Text) => new(directory path) reads target;
-    fn mkdir(path: Text, mode: mode_t) => new(HERE path);
-    fn mkdirat(directory: c_int, path: Text, mode: mode_t) => new(directory path);
+    fn mkdir(path: Text, mode: mode_t) => new_directory(HERE path);
+    fn mkdirat(directory: c_int, path: Text, mode: mode_t) => new_directory(directory path);
     fn mkfifo(path: Text, mode: mode_t) => new(HERE path);
     fn mkfifoat(directory: c_int, path: Text, mode: mode_t) => new(directory path);
     fn mknod(path: Text, mode: mode_t, device: dev_t) => new(HERE path);
@@ -175,12 +172,10 @@ refuse! {
     fn mkstemps | mkstemps64 (template: Template, suffix_len: c_int) => temporary(HERE template);
     fn mkostemps | mkostemps64 (template: Template, suffix_len: c_int, flags: c_int) => temporary(HERE template);
 
-    fn unlink(path: Text) => existing(HERE path);
-    fn unlinkat(directory: c_int, path: Text, flags: c_int) => existing(directory path);
-    fn rmdir(path: Text) => existing(HERE path);
-    fn remove(path: Text) => existing(HERE path);
+    fn unlink(path: Text) => file_removed(HERE path);
+    fn rmdir(path: Text) => directory_removed(HERE path);
+    fn remove(path: Text) => either_removed(HERE path);
 
-    fn truncate | truncate64 (path: Text, len: off_t) => followed(HERE path);
     fn ftruncate | ftruncate64 (descriptor: c_int, len: off_t) => descriptor(descriptor EINVAL);
 
     fn chmod(path: Text, mode: mode_t) => followed(HERE path);
@@ -211,11 +206,17 @@ refuse! {
 
 // The functions that have rules of their own.
 hook! {
-    fn linkat(from_directory: c_int, from: Text, to_directory: c_int, to: Text, flags: c_int) -> c_int {
-        if flags & libc::AT_EMPTY_PATH != 0 && table::is_ours(from_directory) && from.path().is_some() && to.path().is_some() {
-            return fail(libc::EXDEV);
-        }
-        between((from_directory, from), (to_directory, to), || linkat::next(from_directory, from, to_directory, to, flags))
+    fn unlinkat(directory: c_int, path: Text, flags: c_int) -> c_int {
+        let ours = |view: &View, path: &[u8]| match flags {
+            0 => file_removed(view, path),
+            libc::AT_REMOVEDIR => directory_removed(view, path),
+            _ => Err(Fault::Errno(libc::EINVAL)),
+        };
+        at(directory, path, ours, |directory, path| unlinkat::next(directory, path, flags))
+    }
+
+    fn truncate | truncate64 (path: Text, len: off_t) -> c_int {
+        at(HERE, path, |view, path| cut(view, path, len), |_, path| truncate::next(path, len))
     }
 
     fn mkdtemp(template: Template) -> *mut c_char {

@@ -86,7 +86,6 @@ hidden! {
     fn pwritev2 | pwritev64v2 (descriptor: c_int, vector: Parts, count: c_int, offset: off_t, flags: c_int) -> isize;
     fn fallocate | fallocate64 (descriptor: c_int, mode: c_int, offset: off_t, len: off_t) -> c_int;
     fn posix_fallocate | posix_fallocate64 (descriptor: c_int, offset: off_t, len: off_t) -> c_int;
-    fn sync_file_range(descriptor: c_int, offset: off_t, len: off_t, flags: c_uint) -> c_int;
     fn vmsplice(descriptor: c_int, vector: Parts, count: size_t, flags: c_uint) -> isize;
     fn fpathconf(descriptor: c_int, name: c_int) -> i64;
     fn isfdtype(descriptor: c_int, kind: c_int) -> c_int;

@@ -143,11 +143,12 @@ fn may(stat: &Stat, mode: c_int) -> Result<c_int, Fault> {
     if mode & !(libc::R_OK | libc::W_OK | libc::X_OK) != 0 {
         return Err(Fault::Errno(libc::EINVAL));
     }
-    if mode & libc::W_OK != 0 {
-        return Err(Fault::Errno(libc::EROFS));
-    }
     let lacks_execute = stat.kind == FileKind::File && stat.permissions & 0o111 == 0;
-    if mode & libc::X_OK != 0 && lacks_execute { Err(Fault::Errno(libc::EACCES)) } else { Ok(0) }
+    match () {
+        () if mode & libc::X_OK != 0 && lacks_execute => Err(Fault::Errno(libc::EACCES)),
+        () if mode & libc::W_OK != 0 => Err(Fault::Errno(libc::EROFS)),
+        () => Ok(0),
+    }
 }
 
 /// Enters a directory of the namespace.

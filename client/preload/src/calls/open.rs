@@ -9,6 +9,7 @@ use libc::mode_t;
 use super::descriptor::close;
 use super::hook;
 use crate::fault::Fault;
+use crate::last_name::{LastName, cannot_open_new};
 use crate::memory::{Errno, FromC};
 use crate::next::act_on_cancel;
 use crate::place::Place;
@@ -48,6 +49,9 @@ hook! {
         openat(directory, path, flags, 0)
     }
 }
+
+/// The bit of `O_TMPFILE` that is not `O_DIRECTORY`.
+const TEMPORARY: c_int = libc::O_TMPFILE & !libc::O_DIRECTORY;
 
 /// Opens a path of the namespace with the flags of `open`.
 pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, Fault> {
@@ -102,12 +106,17 @@ pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Resul
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
     let has = |flag| flags & flag == flag;
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    if has(libc::O_NOFOLLOW)
+    let is_exclusive = has(libc::O_CREAT | libc::O_EXCL);
+    if flags & (libc::O_CREAT | TEMPORARY) != 0 {
+        check_creation(view, path, flags)?;
+    }
+    if (has(libc::O_NOFOLLOW) || is_exclusive)
         && let Ok(stat) = view.lstat(path)
         && stat.kind == FileKind::Symlink
     {
         return match has(libc::O_PATH) {
-            true if has(libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
+            _ if is_exclusive => Err(Fault::Errno(libc::EEXIST)),
+            _ if has(libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
             true => Ok(Object::Place(Place::Symlink(path.to_vec(), stat))),
             false => Err(Fault::Errno(libc::ELOOP)),
         };
@@ -116,26 +125,36 @@ fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {
         Ok(Opened::File(_)) if has(libc::O_PATH | libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
         Ok(Opened::File(file)) if has(libc::O_PATH) => Ok(Object::Place(Place::File(file))),
         Ok(Opened::Directory(directory)) if has(libc::O_PATH) => Ok(Object::Place(Place::Directory(directory))),
-        Ok(_) if has(libc::O_CREAT | libc::O_EXCL) => Err(Fault::Errno(libc::EEXIST)),
+        Ok(_) if is_exclusive => Err(Fault::Errno(libc::EEXIST)),
         Ok(Opened::Directory(_)) if has(libc::O_TMPFILE) => Err(Fault::Errno(libc::EROFS)),
-        Ok(Opened::Directory(_)) if writes || has(libc::O_CREAT) => Err(Fault::Errno(libc::EISDIR)),
+        Ok(Opened::Directory(_)) if writes || flags & (libc::O_CREAT | libc::O_TRUNC) != 0 => Err(Fault::Errno(libc::EISDIR)),
         Ok(Opened::File(_)) if has(libc::O_DIRECTORY) => Err(Fault::Errno(libc::ENOTDIR)),
         Ok(Opened::File(_)) if writes || has(libc::O_TRUNC) => Err(Fault::Errno(libc::EROFS)),
         Ok(Opened::File(file)) => Ok(Object::File(file)),
         Ok(Opened::Directory(directory)) => Ok(Object::Directory(directory)),
-        Err(ViewError::NotFound) if has(libc::O_CREAT) => Err(cannot_create(view, path)),
+        Err(ViewError::NotFound) if has(libc::O_CREAT) => Err(cannot_open_new(view, path)),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Returns why a name that does not exist cannot be created: EROFS if its directory exists, otherwise what is wrong with the
-/// directory.
-pub(crate) fn cannot_create(view: &View, path: &[u8]) -> Fault {
-    let path = path.strip_suffix(b"/").unwrap_or(path);
-    let parent = &path[..path.iter().rposition(|&byte| byte == b'/').unwrap_or(0)];
-    match view.stat(parent) {
-        Ok(stat) if stat.kind == FileKind::Directory => ViewError::ReadOnly.into(),
-        Ok(_) => ViewError::NotADirectory.into(),
-        Err(error) => error.into(),
+/// Fails if a file cannot be created with these flags, or at a path that can only name a directory.
+#[cold]
+fn check_creation(view: &View, path: &[u8], flags: c_int) -> Result<(), Fault> {
+    let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
+    let is_valid = match flags & (TEMPORARY | libc::O_DIRECTORY | libc::O_CREAT) {
+        libc::O_CREAT => true,
+        libc::O_TMPFILE => writes,
+        _ => false,
+    };
+    if !is_valid {
+        return Err(Fault::Errno(libc::EINVAL));
+    }
+    if flags & libc::O_CREAT == 0 || !path.ends_with(b"/") {
+        return Ok(());
+    }
+    match LastName::find(view, path)?.kind.is_dots() {
+        true if flags & libc::O_EXCL == 0 => Ok(()),
+        true => Err(Fault::Errno(libc::EEXIST)),
+        false => Err(Fault::Errno(libc::EISDIR)),
     }
 }

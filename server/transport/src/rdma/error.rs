@@ -20,7 +20,7 @@ pub enum RdmaError {
     #[error("there is no RDMA device: /sys/class/infiniband is empty; is the card's driver loaded?")]
     NoDevice,
     /// The card that the user named does not exist.
-    #[error("there is no RDMA device '{name}'; there are: {known}", known = if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
+    #[error("there is no RDMA device '{name}'; this node has {known}", known = if known.is_empty() { "none".to_owned() } else { known.join(", ") })]
     NoSuchDevice {
         /// The device that the user named, with its port if one was named.
         name: String,

@@ -98,7 +98,7 @@ async fn keep_up(pair: Arc<Pair>, first: oneshot::Sender<()>) {
         failures = if start.elapsed() > GOOD_LIFE { 1 } else { failures + 1 };
         let is_demoted = failures >= RDMA_FAILURES_MAX;
         if is_demoted || failures == 1 {
-            tracing::warn!(node = %peer, failures, error = reason, "queue pair lost; requests to this node go over TCP");
+            tracing::warn!(node = %peer, failures, error = reason, "the queue pair to a peer is lost; requests to that peer go over TCP");
         }
         let reason = if is_demoted { format!("{reason} (attempt {failures})") } else { reason };
         lock(&pair.shared.fallen_back).insert(peer, reason);

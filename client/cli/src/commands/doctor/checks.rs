@@ -205,8 +205,27 @@ fn rdma(arguments: &DoctorArguments) -> Finding {
                 _ => Finding::ok("RDMA", detail),
             }
         }
+        // The user counts on the card that they name.
+        Err(reason) if arguments.rdma_device.is_some() => {
+            let devices = devices();
+            let known = if devices.is_empty() {
+                "no RDMA devices".to_owned()
+            } else {
+                format!("the RDMA devices {}", devices.join(", "))
+            };
+            let advice = format!("name another device with --rdma-device, or leave the option out; this node has {known}");
+            Finding::missing("RDMA", reason, &advice).needed()
+        }
         Err(reason) => Finding::missing("RDMA", reason, "nothing to do if the node has no RDMA card; sessions then use TCP"),
     }
+}
+
+/// Returns the names of the RDMA devices that the kernel has.
+fn devices() -> Vec<String> {
+    let listed = fs::read_dir("/sys/class/infiniband").into_iter().flatten().filter_map(Result::ok);
+    let mut names: Vec<String> = listed.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
 }
 
 fn fuse() -> Finding {

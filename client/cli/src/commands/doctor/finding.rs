@@ -1,5 +1,6 @@
 //! The findings of a check, and the report of a node.
 
+use dayfly_meta::text::without_os_numbers;
 use serde::{Deserialize, Serialize};
 
 /// The state of something that was checked.
@@ -30,7 +31,7 @@ pub(super) struct Finding {
 
 impl Finding {
     pub(super) fn ok(what: &str, detail: impl ToString) -> Self {
-        let (what, detail) = (what.to_owned(), detail.to_string());
+        let (what, detail) = (what.to_owned(), without_os_numbers(&detail.to_string()).into_owned());
         Self { what, state: CheckState::Ok, detail, advice: String::new(), is_needed: false }
     }
 

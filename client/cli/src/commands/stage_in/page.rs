@@ -6,6 +6,7 @@ mod plot;
 use std::fmt::Write;
 
 use dayfly_meta::path::display;
+use dayfly_meta::text::without_os_numbers;
 use dayfly_meta::wire::control::{ClassShare, NodeShare, Step, Summary};
 
 use crate::size;
@@ -43,7 +44,7 @@ pub(super) fn page(target: &str, summary: &Summary) -> String {
         section(&mut page, "Balance of classes", note, &classes(summary));
     }
     let left_out = summary.counts.notes.iter().chain(&summary.counts.skipped_notes);
-    let notes: String = left_out.map(|note| format!("<li>{}</li>", escape(note))).collect();
+    let notes: String = left_out.map(|note| format!("<li>{}</li>", escape(&without_os_numbers(note)))).collect();
     if !notes.is_empty() {
         let _ = write!(page, "<h2>Remarks</h2><ul>{notes}</ul>");
     }

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_launch::units;
 use dayfly_meta::path::display;
+use dayfly_meta::text::without_os_numbers;
 use dayfly_meta::wire::control::{Counted, Event, Phase, Progress, StageInEstimate, Step, Summary};
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 use serde_json::json;
@@ -217,7 +218,7 @@ impl Reporter {
             complain(format_args!("warning: {} {what}", units::counted_as(count, singular, plural)));
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
-            mention(format_args!("  {}", display(note.as_bytes())));
+            mention(format_args!("  {}", display(without_os_numbers(note).as_bytes())));
         }
     }
 
@@ -249,7 +250,7 @@ impl Reporter {
                     value
                 }).collect::<Vec<_>>(),
             }),
-            Event::Failed { reason } => json!({ "event": "failed", "reason": display(reason.as_bytes()) }),
+            Event::Failed { reason } => json!({ "event": "failed", "reason": display(without_os_numbers(reason).as_bytes()) }),
             Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
         };
         print_line!("{value}");

@@ -9,12 +9,10 @@ use libc::{EBADF, mode_t};
 
 use super::super::attributes::{fgetxattr, flistxattr, fstatfs, getxattr, lgetxattr, listxattr, llistxattr, statfs};
 #[cfg(target_arch = "x86_64")]
+use super::super::change::{chmod, chown, futimesat, lchown, mkdir, mknod, rmdir, symlink, unlink, utime, utimes};
 use super::super::change::{
-    chmod, chown, futimesat, lchown, link, mkdir, mknod, rename, renameat, rmdir, symlink, unlink, utime, utimes,
-};
-use super::super::change::{
-    fchmod, fchmodat, fchown, fchownat, fremovexattr, fsetxattr, ftruncate, linkat, lremovexattr, lsetxattr, mkdirat, mknodat,
-    removexattr, renameat2, setxattr, symlinkat, truncate, unlinkat, utimensat,
+    fchmod, fchmodat, fchown, fchownat, fremovexattr, fsetxattr, ftruncate, lremovexattr, lsetxattr, mkdirat, mknodat,
+    removexattr, setxattr, symlinkat, truncate, unlinkat, utimensat,
 };
 use super::super::descriptor::{
     close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, sync_file_range, syncfs,
@@ -29,6 +27,7 @@ use super::super::poll::epoll_ctl;
 use super::super::read::{lseek, pread, preadv, preadv2, read, readahead, readv};
 use super::super::stat::{fstat, fstatat, statx};
 use super::super::transfer::{copy_file_range, sendfile, splice, tee};
+use super::super::two_paths::{linkat, renameat2};
 #[cfg(target_arch = "x86_64")]
 use super::super::{
     descriptor::dup2,
@@ -36,6 +35,7 @@ use super::super::{
     names::{access, readlink},
     open::{creat, open},
     stat::{lstat, stat},
+    two_paths::{link, rename, renameat},
 };
 use super::Call;
 use crate::memory::{FromC, fail};
