@@ -154,7 +154,10 @@ hook! {
 #[cfg(target_arch = "x86_64")]
 pub(super) fn old_getdents(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> Option<isize> {
     let open = table::find(descriptor)?;
-    Some(answer_from_memory(|| read_records(&open, &OLD_RECORD, out.start_of_buffer(len)?, len)))
+    Some(answer_from_memory(|| {
+        open.directory()?;
+        read_records(&open, &OLD_RECORD, out.start_of_buffer(len)?, len)
+    }))
 }
 
 impl Stream {

@@ -123,7 +123,7 @@ pub(super) fn poll_with(
         *entry = original;
         if let Some(revents) = answered(original) {
             // The kernel skips negative numbers.
-            *entry = pollfd { fd: -1, revents, ..original };
+            entry.fd = -1;
             ready += c_int::from(revents != 0);
         }
     }
@@ -133,8 +133,9 @@ pub(super) fn poll_with(
         return found;
     }
     for (at, (entry, original)) in copy.iter().zip(all).enumerate() {
+        let left_out = if entry.fd == original.fd { None } else { answered(original) };
         // Fails only if the program has unmapped the array in the meantime.
-        let _ = descriptors.at(at).put(pollfd { revents: entry.revents, ..original });
+        let _ = descriptors.at(at).put(pollfd { revents: left_out.unwrap_or(entry.revents), ..original });
     }
     if found < 0 { found } else { found + ready }
 }
