@@ -231,6 +231,42 @@ fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
     twin.cluster.down();
 }
 
+/// Neither library may pass a call back to the other for ever.
+#[test]
+fn a_preloaded_library_that_makes_system_calls_by_number_works_beside_this_one() {
+    if !is_there("python3") {
+        return;
+    }
+    let (twin, ()) = twin(words_in, |_, _| ());
+    let other = twin.cluster.at("by_number.so");
+    let source = super::here("by_number.c");
+    tool("gcc", &["-shared".as_ref(), "-fPIC".as_ref(), "-o".as_ref(), other.as_os_str(), source.as_os_str()]);
+    let script = "import mmap, os, sys\n\
+                  for path in sys.argv[1:]:\n\
+                  \x20   number = os.open(path, 0)\n\
+                  \x20   copy, high = os.dup(number), os.dup2(number, 50)\n\
+                  \x20   print(os.fstat(copy).st_size, os.read(high, 4), os.lseek(copy, 0, 1), mmap.mmap(copy, 0, prot=mmap.PROT_READ)[:])\n\
+                  \x20   for each in number, copy, high: os.close(each)\n\
+                  \x20   big = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS); big.resize(1 << 22); big[-1] = 7\n\
+                  os.fchdir(os.open(os.path.dirname(sys.argv[2]), 0)); print(open('words').read(), end='')\n";
+    for order in ["$0:$LD_PRELOAD", "$LD_PRELOAD:$0"] {
+        let run = format!("LD_PRELOAD={order} exec \"$@\"");
+        let mut command = twin.exec_command(0);
+        command.args(["sh", "-c", &run]).arg(&other).args(["python3", "-c", script]);
+        command.args([twin.plain.join("words"), twin.root.join("words")]);
+        let found = output_of(&mut command);
+        let line = "11 b'some' 4 b'some words\\n'\n";
+        assert_eq!(
+            text(&found.stdout),
+            format!("{line}{line}some words\n"),
+            "{order}: {:?} {}",
+            found.status,
+            text(&found.stderr)
+        );
+    }
+    twin.cluster.down();
+}
+
 /// SEMANTICS: "Node sees what it would see in a plain directory: stat, realpath, require, copyFile, streams, and many reads at a
 /// time in its thread pool."
 #[test]

@@ -208,7 +208,7 @@ pub(super) fn may_close(descriptor: RawFd) -> bool {
 }
 
 /// Moves a descriptor of the library away if the program wants to have its number.
-fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
+pub(super) fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
     if is_reserved(from) {
         return Err(libc::EBADF);
     }
@@ -229,7 +229,7 @@ fn close_kernel_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
 }
 
 /// Records that `copy` now names what `from` names, after the kernel has done so. Returns the result for the program.
-fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
+pub(super) fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     if copy < 0 {
         return copy;
     }

@@ -21,6 +21,7 @@ use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
 use crate::memory::{self, Failed, FromC};
+use crate::table::Reference;
 use crate::{kernel_copy, pages, table};
 
 /// The protection of memory about which [`pages`] has nothing to forget.
@@ -42,13 +43,10 @@ hook! {
         descriptor: c_int,
         offset: off_t,
     ) -> *mut c_void {
-        let open = if flags & MAP_ANONYMOUS != 0 { None } else { table::find(descriptor) };
-        match open {
+        match of_ours(flags, descriptor) {
             None => {
                 let mapped = mmap::next(address, len, protection, flags, descriptor, offset);
-                if mapped != MAP_FAILED && (protection & READ_WRITE != READ_WRITE || flags & MAP_FIXED != 0) {
-                    pages::forget(mapped as usize, len);
-                }
+                note_mapped(mapped, len, protection, flags);
                 mapped
             }
             Some(open) => answer(|| {
@@ -69,33 +67,26 @@ hook! {
         flags: c_int,
         target: FromC<*mut c_void>,
     ) -> *mut c_void {
-        if new_len > old_len && in_place::contains(address.raw() as usize) {
+        if !may_resize(address.raw() as usize, old_len, new_len) {
             memory::set_errno(libc::ENOMEM);
             return MAP_FAILED;
         }
         let moved = mremap::next(address, old_len, new_len, flags, target);
-        if moved != MAP_FAILED {
-            pages::forget(address.raw() as usize, old_len);
-            pages::forget(moved as usize, new_len);
-        }
+        note_moved(address.raw() as usize, old_len, moved, new_len);
         moved
     }
 
     fn munmap(address: FromC<*mut c_void>, len: size_t) -> c_int {
         let result = munmap::next(address, len);
         if result == 0 {
-            in_place::forget(address.raw() as usize, len);
-            pages::forget(address.raw() as usize, len);
+            note_unmapped(address.raw() as usize, len);
         }
         result
     }
 
     fn mprotect(address: FromC<*mut c_void>, len: size_t, protection: c_int) -> c_int {
         let result = mprotect::next(address, len, protection);
-        // Even if it fails, the first pages may have changed.
-        if protection & READ_WRITE != READ_WRITE {
-            pages::forget(address.raw() as usize, len);
-        }
+        note_protected(address.raw() as usize, len, protection);
         result
     }
 
@@ -109,6 +100,49 @@ hook! {
         let result = shmdt::next(address);
         pages::forget_all();
         result
+    }
+}
+
+/// Returns the description that a call of `mmap` names, if it is ours.
+fn of_ours(flags: c_int, descriptor: RawFd) -> Option<Reference> {
+    if flags & MAP_ANONYMOUS != 0 { None } else { table::find(descriptor) }
+}
+
+/// Returns whether a call of `mmap` maps a file of ours.
+pub(super) fn maps_ours(flags: c_int, descriptor: RawFd) -> bool {
+    of_ours(flags, descriptor).is_some()
+}
+
+/// Learns of a mapping that the kernel has made, or has failed to make.
+pub(super) fn note_mapped(mapped: *mut c_void, len: usize, protection: c_int, flags: c_int) {
+    if mapped != MAP_FAILED && (protection & READ_WRITE != READ_WRITE || flags & MAP_FIXED != 0) {
+        pages::forget(mapped as usize, len);
+    }
+}
+
+/// Returns whether a mapping may get another length. A file that is mapped in place has other bytes after its end.
+pub(super) fn may_resize(address: usize, old_len: usize, new_len: usize) -> bool {
+    new_len <= old_len || !in_place::contains(address)
+}
+
+/// Learns of a mapping that the kernel has moved, or has failed to move.
+pub(super) fn note_moved(address: usize, old_len: usize, moved: *mut c_void, new_len: usize) {
+    if moved != MAP_FAILED {
+        pages::forget(address, old_len);
+        pages::forget(moved as usize, new_len);
+    }
+}
+
+/// Learns that a range has been unmapped.
+pub(super) fn note_unmapped(address: usize, len: usize) {
+    in_place::forget(address, len);
+    pages::forget(address, len);
+}
+
+/// Learns that a range has another protection. Even if the call fails, the first pages may have changed.
+pub(super) fn note_protected(address: usize, len: usize, protection: c_int) {
+    if protection & READ_WRITE != READ_WRITE {
+        pages::forget(address, len);
     }
 }
 

@@ -4,6 +4,9 @@
 //! written in assembly and ends with a jump. The numbers of `rules` concern descriptors or paths. Such a call continues in
 //! [`dispatch`], which answers for the namespace as the C library's function of that name does, and otherwise passes it on.
 //!
+//! What is passed on goes to the next library's `syscall`, never through a hook: the next library may have made the call, in its own
+//! function of that name (tcmalloc's `mmap`), and the hook would call that function again.
+//!
 //! [`descriptors`] lists the calls that name descriptors: to them, the reserved ones look closed.
 //!
 //! In a process without a session no number is of interest.
@@ -18,10 +21,12 @@ use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use dayfly_client::reserved_fd::is_hidden;
 use libc::{msghdr, pollfd};
 
+use super::descriptor::{make_room, record_copy};
 use super::hidden::NEVER_OPEN;
+use super::map;
 use super::poll::Set;
 use crate::memory::{self, FromC};
-use crate::{cwd, kernel_reads, next, path, table};
+use crate::{cwd, kernel_reads, next, pages, path, table};
 
 /// One more than the highest number that can be of interest.
 const NUMBERS_MAX: usize = 512;
@@ -359,6 +364,74 @@ impl Call {
             kernel_reads::serve_all();
         }
         number
+    }
+
+    /// Passes on a call that duplicates a descriptor.
+    fn duplicates(&self) -> c_long {
+        record_copy(self.get(0), self.kernel() as c_int).into()
+    }
+
+    /// Passes on a call that duplicates a descriptor to a given number.
+    fn duplicates_to(&self) -> c_long {
+        let (from, to): (RawFd, RawFd) = (self.get(0), self.get(1));
+        if from == to {
+            return self.kernel();
+        }
+        match make_room(from, to) {
+            Ok(()) => self.duplicates(),
+            Err(errno) => memory::fail(errno),
+        }
+    }
+
+    /// Answers `fcntl`. The kernel knows the flags of a descriptor of ours, but not those of its description.
+    fn controls(&self) -> c_long {
+        match self.get(1) {
+            libc::F_DUPFD | libc::F_DUPFD_CLOEXEC => self.duplicates(),
+            libc::F_GETFD | libc::F_SETFD => self.kernel(),
+            _ if self.is_ours(0) => super::descriptor::fcntl(self.get(0), self.get(1), self.get(2)).into(),
+            _ => self.kernel(),
+        }
+    }
+
+    /// Passes on `mmap` of what is not ours.
+    fn maps(&self) -> c_long {
+        let result = self.kernel();
+        map::note_mapped(result as *mut c_void, self.get(1), self.get(2), self.get(3));
+        result
+    }
+
+    /// Passes on `munmap`.
+    fn unmaps(&self) -> c_long {
+        let result = self.kernel();
+        if result == 0 {
+            map::note_unmapped(self.get(0), self.get(1));
+        }
+        result
+    }
+
+    /// Passes on `mremap`, unless a file of ours must not get longer.
+    fn resizes(&self) -> c_long {
+        if !map::may_resize(self.get(0), self.get(1), self.get(2)) {
+            return memory::fail(libc::ENOMEM);
+        }
+        let result = self.kernel();
+        map::note_moved(self.get(0), self.get(1), result as *mut c_void, self.get(2));
+        result
+    }
+
+    /// Passes on a call that protects memory in the way that its third argument says, or with a key.
+    fn protects(&self) -> c_long {
+        let result = self.kernel();
+        let protection = if self.number == libc::SYS_mprotect { self.get(2) } else { libc::PROT_NONE };
+        map::note_protected(self.get(0), self.get(1), protection);
+        result
+    }
+
+    /// Passes on `shmdt`, which does not say how much it detaches.
+    fn detaches(&self) -> c_long {
+        let result = self.kernel();
+        pages::forget_all();
+        result
     }
 
     fn address(mapped: *mut c_void) -> c_long {

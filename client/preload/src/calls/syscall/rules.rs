@@ -14,12 +14,10 @@ use super::super::change::{
     fchmod, fchmodat, fchown, fchownat, fremovexattr, fsetxattr, ftruncate, lremovexattr, lsetxattr, mkdirat, mknodat,
     removexattr, setxattr, symlinkat, truncate, unlinkat, utimensat,
 };
-use super::super::descriptor::{
-    close_range, dup, dup3, fcntl, fdatasync, flock, fsync, ioctl, may_close, sync_file_range, syncfs,
-};
+use super::super::descriptor::{close_range, fdatasync, flock, fsync, ioctl, may_close, sync_file_range, syncfs};
 use super::super::directory::getdents64;
 use super::super::exec::{execve, execveat};
-use super::super::map::{mmap, mprotect, mremap, munmap, pkey_mprotect, shmdt};
+use super::super::map::{maps_ours, mmap};
 use super::super::message::{any_passes_ours, passes_ours, sendmmsg, sendmsg};
 use super::super::names::{chdir, faccessat, fchdir, name_to_handle_at, readlinkat};
 use super::super::open::openat;
@@ -30,7 +28,6 @@ use super::super::transfer::{copy_file_range, sendfile, splice, tee};
 use super::super::two_paths::{linkat, renameat2};
 #[cfg(target_arch = "x86_64")]
 use super::super::{
-    descriptor::dup2,
     directory::old_getdents,
     names::{access, readlink},
     open::{creat, open},
@@ -82,13 +79,14 @@ rules! {
     // Reading. A hook decides itself whether to ask the kernel, where the rule only asks whether the number may be ours.
     SYS_read: c if c.may_be_ours(0) => read(c.get(0), c.get(1), c.get(2));
     SYS_lseek: c if c.may_be_ours(0) => lseek(c.get(0), c.get(1), c.get(2));
-    SYS_fstat: c => fstat(c.get(0), c.get(1));
+    SYS_fstat: c if c.may_be_ours(0) => fstat(c.get(0), c.get(1));
     SYS_pread64: c if c.is_ours(0) => pread(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_readv: c if c.is_ours(0) => readv(c.get(0), c.get(1), c.get(2));
     SYS_preadv: c if c.is_ours(0) => preadv(c.get(0), c.get(1), c.get(2), c.get(3));
     SYS_preadv2: c if c.is_ours(0) => preadv2(c.get(0), c.get(1), c.get(2), c.get(3), c.get(5));
     SYS_getdents64: c if c.is_ours(0) => getdents64(c.get(0), c.get(1), c.get(2));
-    SYS_mmap: c => Call::address(mmap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5)));
+    SYS_mmap: c if maps_ours(c.get(3), c.get(4))
+        => Call::address(mmap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4), c.get(5))), else c.maps();
     SYS_fadvise64: c if c.may_be_ours(0) => c.advise();
     SYS_readahead: c if c.is_ours(0) => readahead(c.get(0), c.get(1), c.get(2));
     SYS_sendfile: c if c.is_ours(1) => sendfile(c.get(0), c.get(1), c.get(2), c.get(3));
@@ -107,18 +105,18 @@ rules! {
     SYS_io_uring_setup: c => c.sets_up_ring();
 
     // Memory, so that the library forgets which pages it may touch.
-    SYS_munmap: c => munmap(c.get(0), c.get(1));
-    SYS_mremap: c => Call::address(mremap(c.get(0), c.get(1), c.get(2), c.get(3), c.get(4)));
-    SYS_mprotect: c => mprotect(c.get(0), c.get(1), c.get(2));
-    SYS_pkey_mprotect: c => pkey_mprotect(c.get(0), c.get(1), c.get(2), c.get(3));
-    SYS_shmdt: c => shmdt(c.get(0));
+    SYS_munmap: c => c.unmaps();
+    SYS_mremap: c => c.resizes();
+    SYS_mprotect: c => c.protects();
+    SYS_pkey_mprotect: c => c.protects();
+    SYS_shmdt: c => c.detaches();
 
     // Descriptors.
     SYS_close: c if !may_close(c.get(0)) => fail::<c_int>(EBADF);
     SYS_close_range: c => close_range(c.get(0), c.get(1), c.get(2));
-    SYS_dup: c => dup(c.get(0));
-    SYS_dup3: c => dup3(c.get(0), c.get(1), c.get(2));
-    SYS_fcntl: c if c.is_ours(0) || is_copy(c.get(1)) => fcntl(c.get(0), c.get(1), c.get(2));
+    SYS_dup: c => c.duplicates();
+    SYS_dup3: c => c.duplicates_to();
+    SYS_fcntl: c => c.controls();
     SYS_ioctl: c if c.may_be_ours(0) => ioctl(c.get(0), c.get(1), c.get(2)), else c.may_create();
     SYS_flock: c if c.is_ours(0) => flock(c.get(0), c.get(1));
     SYS_fsync: c if c.is_ours(0) => fsync(c.get(0));
@@ -222,7 +220,7 @@ rules! {
     #[cfg(target_arch = "x86_64")]
     SYS_readlink: c if c.leads_in(0) => readlink(c.get(0), c.get(1), c.get(2));
     #[cfg(target_arch = "x86_64")]
-    SYS_dup2: c => dup2(c.get(0), c.get(1));
+    SYS_dup2: c => c.duplicates_to();
     #[cfg(target_arch = "x86_64")]
     SYS_mkdir: c if c.leads_in(0) => mkdir(c.get(0), c.get(1));
     #[cfg(target_arch = "x86_64")]
@@ -286,9 +284,4 @@ fn open_as(call: &Call) -> c_int {
 /// Returns the address of a timeout of no time, in either of C's two forms: seconds, and a fraction.
 fn no_time(words: &mut [i64; 2]) -> usize {
     words.as_mut_ptr().addr()
-}
-
-/// Returns whether a command of `fcntl` duplicates the descriptor.
-fn is_copy(command: c_int) -> bool {
-    command == libc::F_DUPFD || command == libc::F_DUPFD_CLOEXEC
 }
