@@ -30,8 +30,6 @@ pub struct Current<T> {
     slots: [Line<T>; LINES],
     /// Readers that found no free slot and are about to make a counted reference. Nobody drops a value meanwhile.
     counting: AtomicUsize,
-    /// The slot of readers that have a counted reference from the beginning. Always null.
-    cleared: AtomicPtr<T>,
     owns: PhantomData<Arc<T>>,
 }
 
@@ -42,8 +40,8 @@ const PATIENCE_TURNS: usize = 1000;
 /// A value that was current when it was read, and that stays alive as long as this does.
 pub struct InUse<'a, T> {
     value: *mut T,
-    /// The slot that holds the value, unless it is cleared: then this is a counted reference.
-    slot: &'a AtomicPtr<T>,
+    /// The slot that holds the value, unless it is cleared or missing: then this is a counted reference.
+    slot: Option<&'a AtomicPtr<T>>,
 }
 
 // SAFETY: like an `Arc` that is moved to another thread; a slot may be cleared by any thread.
@@ -55,13 +53,7 @@ impl<T> Current<T> {
     /// Creates a place without a value.
     pub const fn none() -> Self {
         let slots = [const { Line([const { AtomicPtr::new(null_mut()) }; SLOTS]) }; LINES];
-        Self {
-            value: AtomicPtr::new(null_mut()),
-            slots,
-            counting: AtomicUsize::new(0),
-            cleared: AtomicPtr::new(null_mut()),
-            owns: PhantomData,
-        }
+        Self { value: AtomicPtr::new(null_mut()), slots, counting: AtomicUsize::new(0), owns: PhantomData }
     }
 
     /// Returns the current value.
@@ -75,11 +67,11 @@ impl<T> Current<T> {
         loop {
             let now = self.value.load(Ordering::SeqCst);
             if now == value {
-                return Some(InUse { value, slot });
+                return Some(InUse { value, slot: Some(slot) });
             }
             // If the slot has been cleared, this reader has a reference to the old value, which is good enough.
             if slot.compare_exchange(value, now, Ordering::SeqCst, Ordering::SeqCst).is_err() {
-                return Some(InUse { value, slot });
+                return Some(InUse { value, slot: Some(slot) });
             }
             if now.is_null() {
                 return None;
@@ -118,7 +110,7 @@ impl<T> Current<T> {
             return None;
         }
         self.leave_references(value);
-        Some(InUse { value, slot: &self.cleared })
+        Some(InUse { value, slot: None })
     }
 
     #[inline]
@@ -192,7 +184,9 @@ impl<T> Deref for InUse<'_, T> {
 impl<T> Drop for InUse<'_, T> {
     #[inline]
     fn drop(&mut self) {
-        if self.slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_err() {
+        let is_mine =
+            |slot: &AtomicPtr<T>| slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_ok();
+        if !self.slot.is_some_and(is_mine) {
             // The slot was cleared. If another reader of the same value has taken it since, the exchange succeeds, and the other
             // reader takes our reference for its own.
             self.drop_reference();
