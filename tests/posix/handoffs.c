@@ -4,6 +4,7 @@
  *   numbers      calls by number that wait, list, or send
  *   constant     sends descriptors in control data that cannot be written
  *   directories  sends a directory's descriptor, and reads it asynchronously
+ *   locked       locks its memory, which must be little
  *   pipes        splices into pipes that are full, not empty, or no pipes */
 
 #define _GNU_SOURCE
@@ -229,8 +230,29 @@ static void pipes(void) {
     PRINT(lseek(file, 0, SEEK_CUR));
 }
 
+/* Locks all of the memory, which makes it resident, before the folder is used and after. */
+static void locked(const char *folder) {
+    long pages = 0, resident = 0;
+    if (mlockall(MCL_CURRENT) != 0) {
+        printf("cannot lock: %s\n", strerrorname_np(errno));
+        return;
+    }
+    FILE *statm = fopen("/proc/self/statm", "r");
+    if (fscanf(statm, "%ld %ld", &pages, &resident) != 2) exit(3);
+    fclose(statm);
+    printf("%s\n", resident * 4 < 20 << 10 ? "a few MiB" : "many MiB");
+    char byte;
+    int number = open(path(folder, "list"), O_RDONLY);
+    printf("%zd %c\n", read(number, &byte, 1), byte);
+    PRINT(munlockall());
+}
+
 int main(int count, char **arguments) {
     if (count != 3) return 2;
+    if (strcmp(arguments[1], "locked") == 0) {
+        locked(arguments[2]);
+        return 0;
+    }
     file = open(path(arguments[2], "list"), O_RDONLY), folder = open(path(arguments[2], "sub"), O_RDONLY | O_DIRECTORY);
     if (file < 0 || folder < 0 || socketpair(AF_UNIX, SOCK_DGRAM, 0, pair) != 0 || pipe(ends) != 0) return 3;
     struct { const char *name; void (*run)(void); } commands[] = {

@@ -19,7 +19,7 @@ use dayfly_meta::id::NodeId;
 use crate::fault::{Fault, complain, log};
 use crate::memory::FromC;
 use crate::setup::setup;
-use crate::{next, placeholder, vfork};
+use crate::{next, placeholder, table, vfork};
 
 static VIEW: AtomicPtr<View> = AtomicPtr::new(null_mut());
 
@@ -75,6 +75,7 @@ fn attach() -> Result<Attached, Fault> {
         log(&format!("cannot handle SIGBUS ({error}), so this process does not map segments"));
     }
     let session = Session::attach_to(&location, node)?;
+    table::create()?;
     match placeholder::open(&socket) {
         Ok(()) => {}
         // The server has ended since we attached. ENOENT would say that the program's file does not exist.

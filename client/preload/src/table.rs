@@ -2,8 +2,8 @@
 //!
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!
-//! - `DESCRIPTORS`, by number: a *word* that names a description, or 0.
-//! - `DESCRIPTIONS`, by index: slots with a reference count and a generation. A number holds one reference; so does every
+//! - `descriptors`, by number: a *word* that names a description, or 0.
+//! - `descriptions`, by index: slots with a reference count and a generation. A number holds one reference; so does every
 //!   [`Reference`] while a call uses the description.
 //!
 //! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
@@ -23,11 +23,13 @@
 //! In a `vfork` child these are the parent's tables: every lookup also asks the kernel there, and nothing here is changed from a
 //! child.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::ops::Deref;
 use std::os::fd::RawFd;
-use std::sync::atomic::{AtomicI32, AtomicU8, AtomicU64, AtomicUsize, Ordering};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU8, AtomicU64, AtomicUsize, Ordering};
 
 use dayfly_client::reserved_fd::ReservedFd;
 use dayfly_client::{Directory, OpenFile, Stat, raw_call, reserved_fd};
@@ -42,9 +44,16 @@ const DESCRIPTORS_MAX: usize = 1 << 20;
 /// Open file descriptions that a process can have at a time.
 const DESCRIPTIONS_MAX: usize = 1 << 17;
 
-/// By number: 0, or a word (a slot's index plus one in the low bits, its generation above).
-static DESCRIPTORS: [AtomicU64; DESCRIPTORS_MAX] = [const { AtomicU64::new(0) }; DESCRIPTORS_MAX];
-static DESCRIPTIONS: [Slot; DESCRIPTIONS_MAX] = [const { Slot::empty() }; DESCRIPTIONS_MAX];
+/// The two tables. All-zero bytes are empty tables.
+struct Tables {
+    /// By number: 0, or a word (a slot's index plus one in the low bits, its generation above).
+    descriptors: [AtomicU64; DESCRIPTORS_MAX],
+    descriptions: [Slot; DESCRIPTIONS_MAX],
+}
+
+/// The tables, which are never freed; null in a process that has not attached. They are not part of the library's own memory: a
+/// process that locks all of its memory (`mlockall`) would have to provide 28 MiB, also where it never uses the namespace.
+static TABLES: AtomicPtr<Tables> = AtomicPtr::new(null_mut());
 /// One more than the highest number that was ever ours.
 static DESCRIPTORS_USED: AtomicUsize = AtomicUsize::new(0);
 /// One more than the highest index that was ever used.
@@ -151,10 +160,33 @@ struct Slot {
 // holders of a reference read it, and the thread that drops the last reference drops it.
 unsafe impl Sync for Slot {}
 
-impl Slot {
-    const fn empty() -> Self {
-        Self { state: AtomicU64::new(0), next: AtomicU64::new(0), description: UnsafeCell::new(MaybeUninit::uninit()) }
+#[inline]
+fn tables() -> Option<&'static Tables> {
+    let tables = TABLES.load(Ordering::Acquire);
+    // SAFETY: published once by `create`, and never freed.
+    (!tables.is_null()).then(|| unsafe { &*tables })
+}
+
+/// Creates the tables, unless there are any. Call it before the first number is ours.
+///
+/// # Errors
+///
+/// ENOMEM if the kernel gives no room for them.
+pub(crate) fn create() -> Result<(), Errno> {
+    if tables().is_some() {
+        return Ok(());
     }
+    let layout = Layout::new::<Tables>();
+    // SAFETY: the layout has a length.
+    let created = unsafe { alloc_zeroed(layout) }.cast::<Tables>();
+    if created.is_null() {
+        return Err(libc::ENOMEM);
+    }
+    if TABLES.compare_exchange(null_mut(), created, Ordering::AcqRel, Ordering::Acquire).is_err() {
+        // SAFETY: allocated just above, and not published, because another thread was faster.
+        unsafe { dealloc(created.cast(), layout) };
+    }
+    Ok(())
 }
 
 /// A counted reference to a description, which stays open while this lives.
@@ -203,11 +235,11 @@ impl Reference {
     }
 }
 
-fn take_index() -> Option<usize> {
+fn take_index(tables: &Tables) -> Option<usize> {
     loop {
         let top = FREE.load(Ordering::Acquire);
         let Some(index) = (top & INDEX_MASK).checked_sub(1) else { break };
-        let next = DESCRIPTIONS[index as usize].next.load(Ordering::Acquire);
+        let next = tables.descriptions[index as usize].next.load(Ordering::Acquire);
         let changed = (top & !INDEX_MASK).wrapping_add(1 << INDEX_BITS) | next;
         if FREE.compare_exchange_weak(top, changed, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             return Some(index as usize);
@@ -218,9 +250,10 @@ fn take_index() -> Option<usize> {
 }
 
 fn release_index(index: usize) {
+    let Some(slot) = tables().and_then(|tables| tables.descriptions.get(index)) else { return };
     loop {
         let top = FREE.load(Ordering::Acquire);
-        DESCRIPTIONS[index].next.store(top & INDEX_MASK, Ordering::Release);
+        slot.next.store(top & INDEX_MASK, Ordering::Release);
         let changed = (top & !INDEX_MASK).wrapping_add(1 << INDEX_BITS) | (index as u64 + 1);
         if FREE.compare_exchange_weak(top, changed, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             return;
@@ -234,8 +267,9 @@ fn release_index(index: usize) {
 ///
 /// ENFILE if the process has too many.
 pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
-    let index = take_index().ok_or(libc::ENFILE)?;
-    let slot = &DESCRIPTIONS[index];
+    let tables = tables().ok_or(libc::ENOMEM)?;
+    let index = take_index(tables).ok_or(libc::ENFILE)?;
+    let slot = &tables.descriptions[index];
     // SAFETY: the index came off the free list for this thread alone, and no word of the new generation is published.
     unsafe { (*slot.description.get()).write(description) };
     // A new generation, so that old words for this slot find nothing.
@@ -246,7 +280,7 @@ pub(crate) fn describe(description: Description) -> Result<Reference, Errno> {
 
 /// Creates another reference to the description that a word names, if it is still open.
 fn acquire(word: u64) -> Option<Reference> {
-    let slot = DESCRIPTIONS.get(((word & INDEX_MASK) as usize).checked_sub(1)?)?;
+    let slot = tables()?.descriptions.get(((word & INDEX_MASK) as usize).checked_sub(1)?)?;
     let mut state = slot.state.load(Ordering::Acquire);
     loop {
         // A word has room for the whole generation, which is 40 bits here.
@@ -261,7 +295,7 @@ fn acquire(word: u64) -> Option<Reference> {
 }
 
 fn entry(number: RawFd) -> Option<&'static AtomicU64> {
-    DESCRIPTORS.get(usize::try_from(number).ok()?)
+    tables()?.descriptors.get(usize::try_from(number).ok()?)
 }
 
 /// Returns whether the table has a number, which may be out of date.
@@ -397,8 +431,9 @@ pub(crate) fn forget(number: RawFd) {
 
 /// Drops the reference that a number held.
 fn drop_word(word: u64) {
-    if let Some(index) = ((word & INDEX_MASK) as usize).checked_sub(1) {
-        drop(Reference { slot: &DESCRIPTIONS[index], word });
+    let index = ((word & INDEX_MASK) as usize).checked_sub(1);
+    if let Some((index, tables)) = index.zip(tables()) {
+        drop(Reference { slot: &tables.descriptions[index], word });
     }
 }
 
@@ -417,8 +452,9 @@ pub(crate) fn numbers(first: RawFd, last: RawFd) -> impl Iterator<Item = RawFd> 
 /// Iterates over the descriptions that are open now.
 pub(crate) fn descriptions() -> impl Iterator<Item = Reference> {
     let used = DESCRIPTIONS_USED.load(Ordering::Acquire);
-    (0..used).filter_map(|index| {
-        let generation = DESCRIPTIONS[index].state.load(Ordering::Acquire) >> 24;
+    let slots = tables().map_or(&[][..], |tables| &tables.descriptions[..used]);
+    slots.iter().enumerate().filter_map(|(index, slot)| {
+        let generation = slot.state.load(Ordering::Acquire) >> 24;
         acquire((generation << INDEX_BITS) | (index as u64 + 1))
     })
 }
