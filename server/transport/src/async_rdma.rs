@@ -7,7 +7,7 @@
 //!   READ.
 //! - A queue pair never gets as many operations as it has room for, because the crate leaks memory when a queue pair is full.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
-//! - The crate may lose a wake-up. This module sets a short timeout, so that this costs milliseconds instead of tenths of a second.
+//! - The crate may lose a wake-up. A short timeout makes this cost milliseconds instead of tenths of a second.
 //!
 //! One defect remains: the crate leaves completion events unread, and the kernel keeps memory for them until the queue pair is
 //! destroyed.
@@ -52,7 +52,7 @@ const OFFER: u8 = 3;
 const WAKE_UP_TIMEOUT: Duration = Duration::from_millis(2);
 /// Depth of a queue pair. A queue pair has fewer buffers than this, and thus fewer operations under way.
 const SEND_DEPTH: u32 = 64;
-/// Entries of the completion queue.
+/// Number of entries of the completion queue.
 const COMPLETIONS: u32 = 256;
 
 /// The asker's buffer for a request's bytes.

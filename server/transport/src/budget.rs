@@ -1,6 +1,6 @@
-//! Bounds the memory that one peer can hold. A request keeps its slots until no more bytes can land in them, which may be
-//! long after the caller has given up. Therefore, each peer has a share of every region, and a peer that lets requests run past
-//! their deadlines gets no new ones until it has answered.
+//! Bounds the memory that one peer can hold. A request keeps its slots until no more bytes can land in them, which may be long
+//! after the caller has given up. Therefore, each peer has a share of every region, and a peer that lets requests run past their
+//! deadlines gets no new ones until it has answered.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;

@@ -175,8 +175,8 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     }
     assert!(!connection.is_lost(), "the failure of a drive does not make the peer lost");
 
-    // A request fails at its deadline, and others are served in the meantime. The slot of the
-    // failed request is freed only when the connection ends.
+    // A request fails at its deadline, and others are served in the meantime. The slot of the failed request is freed only when
+    // the connection ends.
     let start = Instant::now();
     let slot = region.slot(20 << 20).unwrap();
     let late = connection.pull(b"wait".to_vec(), vec![slot], Duration::from_millis(200));

@@ -65,7 +65,7 @@ pub struct Answer {
     pub pieces: Vec<Piece>,
 }
 
-/// The pieces of an answer that the peer could not read. All other pieces of the answer are intact.
+/// The pieces that the peer could not read when it answered a pull. All other pieces of the answer are intact.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unread {
     /// Numbers of these pieces, ascending. The contents of their slots are undefined.
@@ -194,7 +194,7 @@ pub trait Transport: Send + Sync {
     /// Creates shared memory from which slots are allocated. A transport that must register memory registers it here.
     ///
     /// # Errors
-    /// The memory cannot be created, or cannot be registered although the user insists on RDMA.
+    /// The memory cannot be created, or the user insists on RDMA and the memory cannot be registered.
     fn region(&self, len: u64) -> io::Result<Region>;
 
     /// Connects to a peer. Both ends prove to each other that they hold the session's key.

@@ -59,7 +59,7 @@ impl FairQueue {
 }
 
 impl Waiters {
-    /// Removes the next waiter: the oldest waiter of the peer that comes after the one served last.
+    /// Removes the next waiter: the oldest one of the peer whose turn is next.
     fn next(&mut self) -> Option<oneshot::Sender<FairPermit>> {
         let after = self.by_peer.range((Excluded(self.last), Unbounded)).next();
         let peer = *after.or_else(|| self.by_peer.first_key_value())?.0;

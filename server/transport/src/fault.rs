@@ -1,5 +1,5 @@
-//! A decorator that injects faults into another transport. It implements [`Transport`] itself, so the code under test is
-//! the code that ships.
+//! A decorator that injects faults into another transport. It implements [`Transport`] itself, so the code under test is the code
+//! that ships.
 //!
 //! A [`FaultSchedule`] is asked about each request before it is sent, and names the [`Fault`] that hits the request, if any.
 
@@ -109,7 +109,7 @@ struct FaultyConnection {
 }
 
 impl FaultyConnection {
-    /// Applies the faults that precede the sending of a request. Returns the fault if it damages the request's bytes.
+    /// Applies a fault that takes effect before the request is sent. Returns a fault that damages bytes, for the caller to apply.
     async fn inject(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
         let (peer, address) = (self.inner.peer(), self.address);
         let fault = {

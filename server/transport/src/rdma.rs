@@ -126,7 +126,7 @@ impl<T: Transport> Transport for Rdma<T> {
                     return Err(io::Error::other(error));
                 }
                 if selection.is_agreed() {
-                    // Bytes in this region go over the inner transport, and all others still go over RDMA.
+                    // Bytes in this region go over the inner transport. Bytes in other regions still go over RDMA.
                     tracing::warn!(bytes = len, %error, "cannot register memory; transfers through it use TCP");
                 } else {
                     // Only the first error is kept.

@@ -1,5 +1,5 @@
-//! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk bytes.
-//! The session's key authenticates each link. After the handshake the link carries plain text, or sealed frames if the
+//! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk
+//! bytes. The session's key authenticates each link. After the handshake the link carries plain text, or sealed frames if the
 //! user asked for encryption.
 //!
 //! # Parts

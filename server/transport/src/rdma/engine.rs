@@ -1,8 +1,8 @@
 //! The thread that posts work to the card and takes its completions. The memory that an operation touches belongs to this thread
 //! until the operation has completed or its queue pair has been destroyed, even if the caller has given up.
 //!
-//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained
-//! before it is destroyed: a marker is posted after its work, and the thread waits until the marker has come back or a deadline has
+//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained before
+//! it is destroyed: a marker is posted after its work, and the thread waits until the marker has come back or a deadline has
 //! passed.
 
 use std::any::Any;
@@ -33,7 +33,7 @@ const SPIN: Duration = Duration::from_micros(20);
 /// destroyed, and the card no longer touches the memory of that work.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
 /// The longest wait, after the marker, for receives that a failed queue pair had consumed. A
-/// receive that has not come back by then may never be posted again.
+/// receive that has not come back by then may be lost, so that it is never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 /// The number of completions taken with one call.
 const POLLED_TOGETHER: usize = 64;

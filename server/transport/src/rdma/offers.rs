@@ -1,5 +1,5 @@
-//! Remembers answers to offers, as long as an answer may not have reached its asker. An asker whose queue pair failed sends the
-//! offer again over another path, and an offer that was taken must not be taken twice.
+//! Remembers answers to offers until they have reached their askers. An asker whose queue pair failed sends the offer again over
+//! another path, and an offer that was taken must not be taken twice.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,8 +9,8 @@ use tokio::sync::watch;
 
 use crate::error::Refusal;
 
-/// Number of offers remembered. After a failure, an asker sends only unanswered offers again, and all at once. A queue pair's
-/// window bounds their number to less than this.
+/// Number of offers remembered. After a failure, an asker sends its unanswered offers again, all at once. There are at most as
+/// many of them as a queue pair's window allows, which is far fewer.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Identifies an offer: the node that sent it, the nonce of the queue pair, and the number of the request.

@@ -17,7 +17,7 @@ use super::identity::Identity;
 use super::seal::Keys;
 
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// The longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
+/// The longest handshake message in bytes. A key, a tag and a hello together take fewer than 100 bytes.
 const MESSAGE_LEN_MAX: usize = 256;
 
 /// The encrypted payload, with which each end identifies itself and the other.

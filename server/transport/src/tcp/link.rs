@@ -1,7 +1,6 @@
-//! One link to a peer, on the dialing side: the requests under way on it, and the times at which
-//! bytes last moved. While a request is under way, its slots are held here rather than by its
-//! caller. They are returned with the answer, or when the link has ended: in both cases no more bytes
-//! can land in them.
+//! One link to a peer, on the dialing side: the requests under way on it, and the times at which bytes last moved. While a
+//! request is under way, its slots are held here rather than by its caller. They are returned with the answer, or when the link
+//! has ended: in both cases no more bytes can land in them.
 
 use std::collections::HashMap;
 use std::io;

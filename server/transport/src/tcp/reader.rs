@@ -10,8 +10,8 @@ use crate::region::Slot;
 
 /// Length of the buffer for small frames.
 const BUFFER_LEN: usize = 64 << 10;
-/// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. A longer
-/// read would reach into the next bulk bytes, which would then have to be copied.
+/// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. A longer read would
+/// reach into the next bulk bytes, which would then have to be copied.
 const BEHIND_LEN: usize = 256;
 /// The most slots that one call fills.
 const SLICES_MAX: usize = 256;

@@ -282,7 +282,7 @@ pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
     is_valid.then(|| Unread { pieces: numbers, reason: String::from_utf8_lossy(reason).into_owned() })
 }
 
-/// Returns the body of a `Refused` frame: the reason, cut to the length of a message.
+/// Returns the body of a `Refused` frame: the reason, cut to the length that a message may have.
 pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
     let mut reason = refusal.to_string().into_bytes();
     reason.truncate(MESSAGE_LEN_MAX);

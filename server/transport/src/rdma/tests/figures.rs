@@ -1,4 +1,4 @@
-//! Tests what RDMA operations cost, in work requests and kernel memory, and where the bytes that they move are read from.
+//! Tests how much work and kernel memory RDMA operations cost, and whether their bytes are read through the page cache.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
