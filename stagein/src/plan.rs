@@ -58,15 +58,15 @@ pub struct StageInPlan {
 
 /// A plain tar that is split into ranges.
 pub struct SplitTar {
-    /// Index of its source.
+    /// Index of the tar's source.
     pub source: u32,
     /// Path of the archive.
     pub path: Vec<u8>,
     /// The file's version when it was split. A worker that finds another version fails.
     pub version: Version,
-    /// The directory in the dataset below which its members are placed.
+    /// The directory in the dataset below which the tar's members are placed.
     pub prefix: Vec<u8>,
-    /// The rivals of its source.
+    /// The rivals of the tar's source.
     pub rivalry: Rivalry,
     /// Start and end of each range, in order. The last one ends at `u64::MAX`.
     pub ranges: Vec<(u64, u64)>,
