@@ -141,8 +141,9 @@ pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Space on a drive is reserved in steps of this many bytes, so that blocks a server has accepted
 /// can always be written.
 pub const RESERVATION_STEP: u64 = 16 << 20;
-/// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
-/// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
+/// The part of a drive's capacity that cached blocks leave free: 1 / `HEADROOM_SHARE`, but at most
+/// [`HEADROOM_MAX`] bytes. A stage-in uses this room for catalogs and runs, which it writes in
+/// addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
 /// Upper bound on the headroom in bytes; see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
@@ -204,8 +205,8 @@ pub const PEER_REQUESTS_MAX: usize = 256;
 /// counts as held until nothing can land in it anymore.
 pub const PEER_SHARE: u64 = 4;
 /// Bounds the requests to a peer that are past their deadlines. A server sends the peer no further
-/// requests while such requests hold more than 1 / `STUCK_SHARE` of the memory that bytes land in,
-/// or while there are [`STUCK_REQUESTS_MAX`] of them.
+/// requests while such requests hold more than 1 / `STUCK_SHARE` of the memory that their bytes
+/// land in, or while there are [`STUCK_REQUESTS_MAX`] of them.
 pub const STUCK_SHARE: u64 = 16;
 /// Requests past their deadlines after which a peer counts as stuck; see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;

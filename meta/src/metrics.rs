@@ -108,7 +108,7 @@ metrics! {
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity, or what the file systems have free if that is less, plus the bytes of cached blocks, which would be evicted."
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can evict them."
         |node| one(node.free_bytes);
     "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);

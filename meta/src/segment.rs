@@ -9,7 +9,7 @@ use crate::limits::{DRIVES_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
 
 /// The first eight bytes of a segment.
 pub const MAGIC: [u8; 8] = *b"DAYFLYSG";
-/// Version of the packing. A change to the rules on this page increments it.
+/// Version of the packing. Any change to the rules on this page must increment the version.
 pub const VERSION: u32 = 1;
 /// Offset of the first block.
 pub const DATA_START: u64 = PAGE_SIZE;

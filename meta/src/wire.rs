@@ -19,8 +19,8 @@ use rkyv::ser::allocator::ArenaHandle;
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// Version of all messages and frames. Any change to them increments it. Both ends must have the same
-/// version, because all processes of a session run the same binary.
+/// Version of all messages and frames. Any change to a message or frame must increment the version.
+/// Both ends must have the same version, because all processes of a session run the same binary.
 pub const VERSION: u32 = 12;
 
 /// Bytes that are not a message of this version.

@@ -35,7 +35,8 @@ use crate::progress::ProgressMonitor;
 pub struct StageInPlan {
     /// All sources, in order. Units refer to them by index.
     pub sources: Vec<Source>,
-    /// For each source, its rivals: sources that must not contain the same path.
+    /// For each source, its rivals: the other sources that must not contain any path that this
+    /// source contains.
     pub rivalries: Vec<Rivalry>,
     /// The units of work for the workers.
     pub units: UnitQueue,

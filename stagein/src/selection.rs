@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_selected_left_out_or_rejected() {
+    fn a_name_is_either_selected_or_left_out_or_rejected() {
         let check = |include: &[&str], exclude: &[&str], strip_components, name: &str, expect: Option<&str>| {
             let own = |patterns: &[&str]| patterns.iter().map(|&pattern| pattern.to_owned()).collect();
             let selection = Selection { include: own(include), exclude: own(exclude), strip_components, ..Selection::default() };

@@ -4,10 +4,10 @@
 //! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
 //! ticket of that assignment. The results of most units count as soon as they are reported. A range
 //! of a tar is different: its worker starts at the first block that looks like a header, and
-//! whether that was a real header is known only after the range before it has been read. The worker
-//! must have started where that range ended. If it did not, the ledger rejects the ticket and
-//! assigns the range again, this time with its true start. Ranges of one archive therefore count
-//! strictly in order, while workers read them in parallel; other units do not wait for this.
+//! whether that was a real header is known only after the previous range has been read. The worker
+//! must have started where the previous range ended. If it did not, the ledger rejects the ticket
+//! and assigns the range again, this time with its true start. Ranges of one archive therefore
+//! count strictly in order, while workers read them in parallel; other units do not wait for this.
 //!
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.

@@ -31,8 +31,8 @@ pub enum FromClient {
         /// [`crate::limits::RECHECKED_CHUNKS_MAX`] chunks.
         recheck: bool,
     },
-    /// The next part of an order of samples, which the server prefetches. An order ends with its
-    /// connection. Answer to the last part: `Ordered`.
+    /// The next part of an order of samples, which the server prefetches. The order ends when its
+    /// connection closes. Answer to the last part: `Ordered`.
     Order {
         /// The dataset that the samples belong to.
         dataset: DatasetId,

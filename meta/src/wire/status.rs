@@ -163,8 +163,9 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// Bytes that the node may take in its data dirs.
     pub capacity_bytes: u64,
-    /// Bytes that a stage-in may still take: the free part of the capacity, or what the file
-    /// systems have free if that is less, plus the bytes of cached blocks, which would be evicted.
+    /// Bytes that a stage-in may still take: the free part of the capacity (or the free space of
+    /// the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can
+    /// evict them.
     pub free_bytes: u64,
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.

@@ -22,8 +22,8 @@ const CLASSIFIED_MAX: usize = 256;
 ///
 /// # Errors
 ///
-/// An error that planning would return too. Only errors that the first bytes of a source reveal are
-/// found.
+/// An error that planning would return too. Errors that lie deeper in a source than its first bytes
+/// are not found.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
     let monitor = ProgressMonitor::default();
