@@ -60,8 +60,8 @@ impl CacheWriter {
         (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
-    /// Enqueues a chunk to be cached, if its block is among those that this node caches. A chunk that arrives while too many
-    /// bytes wait is not cached this time.
+    /// Enqueues a chunk to be cached, if this node caches the chunk's block. A chunk that arrives while too many bytes wait is
+    /// not cached this time.
     pub(crate) fn enqueue(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: impl FnOnce() -> Option<Lease>) {
         if !dataset.should_cache(chunk.block) || self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max {
             return;
@@ -105,7 +105,7 @@ impl Written {
                 self.grew.notified().await;
             }
         };
-        // After the timeout the group is old enough, so both results mean the same.
+        // Both results mean that the group can be synced: it is large enough or, after the timeout, old enough.
         let _ = timeout(CACHE_SYNC_INTERVAL, is_large).await;
         std::mem::take(&mut *self.group())
     }

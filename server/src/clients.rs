@@ -1,8 +1,8 @@
 //! Serves the processes of this node through a Unix socket that only the same user may use.
 //!
 //! Each connection is served by a [`Client`], which answers one request at a time. A process holds leases on memory of the
-//! arena through its connection. They end with the connection, or with the process that made it, even if a forked child has
-//! inherited the connection. The parts:
+//! arena through its connection. The leases end with the connection, or with the process that opened it, even if a forked child
+//! has inherited the connection. The parts:
 //!
 //! - `fetch_reply`: answers a fetch, in several messages as chunks arrive;
 //! - `control`: command-line commands: status, tune, stage-in, down;
@@ -130,7 +130,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
             let holder = context.arena.ledger().open(pid);
             let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
             tokio::select! {
-                // What counts is the end of the process, because a forked child may hold the connection open for longer.
+                // Serving stops when the process ends, because a forked child may hold the connection open for longer.
                 () = exit_of(pid) => {}
                 served = client.serve() => if let Err(error) = served {
                     tracing::debug!(pid, %error, "the connection of a client failed");

@@ -1,7 +1,7 @@
 //! How the nodes of a session join it and leave it.
 //!
-//! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that no node
-//! has to reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
+//! The roster and the agreed network travel down a tree: each node forwards them to the nodes below it, so that no node has to
+//! reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
 //! must end too.
 
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use crate::store::Store;
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct JoinError {
-    /// The node that could not reach a peer, or could not use its answer.
+    /// The node that could not reach a peer, or could not use that peer's answer.
     node: NodeId,
     #[source]
     cause: PeerError,
@@ -113,8 +113,8 @@ impl Membership {
         try_join_all(asking).await
     }
 
-    /// Ends the session on all other nodes except `spared`, and frees what this node holds. The caller ends this node itself,
-    /// with [`Self::end`], once its answer has gone out.
+    /// Ends the session on all other nodes except `spared`, and frees the space that this node uses. The caller ends the
+    /// session on this node, with [`Self::end`], once the answer to the user has gone out.
     pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
         let others = self.peers.nodes().filter(|node| *node != self.node && !spared.contains(&node.0));
         let timeout = self.peers.deadlines().request;

@@ -23,7 +23,7 @@ pub(crate) struct LoadGroup {
     dataset: Arc<Dataset>,
     loads: Vec<Load>,
     bytes: u64,
-    /// Sends the failure to the requests that joined; dropping it ends their wait without a failure.
+    /// Sends the failure to the requests that joined; dropping the sender ends their wait without a failure.
     end: Option<oneshot::Sender<LoadFailure>>,
     pending: PendingLoad,
 }
@@ -103,7 +103,8 @@ impl LoadGroup {
         filled
     }
 
-    /// Ends the load with a failure, which every request that joined it gets too. Returns the chunks, by index in the request.
+    /// Ends the load with a failure, which every request that joined the load gets too. Returns the chunks, by index in the
+    /// request.
     pub(crate) fn fail(mut self, failure: LoadFailure) -> Vec<(u32, Chunk)> {
         let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
         self.abandon();

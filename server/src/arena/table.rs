@@ -1,5 +1,5 @@
-//! Which chunks are resident, which ones are being loaded, and which ones are evicted. This state machine has no locks and
-//! never waits, so that a test can explore its interleavings.
+//! Records which chunks are resident and which ones are being loaded, and chooses which ones to evict. This state machine has
+//! no locks and never waits, so that a test can explore its interleavings.
 
 use std::cell::RefCell;
 use std::sync::Arc;

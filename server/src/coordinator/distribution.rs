@@ -10,11 +10,11 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// The largest product of classes and nodes that fits into a summary.
+/// A summary has a number for each class on each node. This is the most such numbers that fit.
 const SHARES_MAX: usize = 16 << 10;
-/// The most classes that a reader of the summary can tell apart.
+/// The most classes (top-level directories) that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;
-/// The most top-level directories that are counted. Samples in any others belong to no class.
+/// The most top-level directories that are counted. Samples in further directories belong to no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
 /// Figures about the whole catalog, for the summary.
