@@ -16,7 +16,7 @@ pub(super) struct MemoryShares {
     pub(super) batches: usize,
     /// Bytes of archive members that each worker has found and not yet put into a sorted run.
     pub(super) run_len: usize,
-    /// Bytes that have been decoded for each worker and that it has not consumed yet.
+    /// Bytes that are decoded ahead for each worker, before the worker consumes them.
     pub(super) decoded_ahead_len: usize,
 }
 

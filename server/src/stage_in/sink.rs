@@ -1,8 +1,8 @@
-//! Where a worker's blocks go: to the segments of this node, or to their owner, in an offer.
+//! Delivers a worker's blocks: to this node's segments if this node owns them, and otherwise to their owner, in offers.
 //!
-//! This is the one place where a node treats itself differently from a peer, for speed: [`OwnNode`] gathers a batch in the
-//! memory from which it is written, where an offer would copy it. Everything without bulk bytes, such as reserving room,
-//! goes through [`Peers`](crate::peers::Peers) for every owner.
+//! This is the one place where a node treats itself differently from a peer, for speed: [`OwnNode`] gathers a batch directly in
+//! the memory from which the batch is written to a drive. An offer would have to copy the batch into that memory. Everything
+//! without bulk bytes, such as reserving room, goes through [`Peers`](crate::peers::Peers) for every owner.
 
 use std::error::Error;
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! A bitmap of the pages of a file that are in use, for giving the others back to the file system.
+//! A bitmap of the pages of a file that are in use. The other pages can be given back to the file system.
 
 use std::ops::Range;
 
@@ -28,7 +28,7 @@ impl Pages {
         }
     }
 
-    /// Returns the bytes of all used pages.
+    /// Returns the total length of all used pages in bytes.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() * PAGE_SIZE
     }
@@ -39,7 +39,7 @@ impl Pages {
         Some((self.first + word as u64 * 64 + u64::from(self.used[word].trailing_zeros())) * PAGE_SIZE)
     }
 
-    /// Returns the ranges of the file, in bytes, of at least `pages_min` unused pages in a row.
+    /// Returns the ranges of the file that consist of at least `pages_min` unused pages, as byte offsets.
     pub(super) fn unused(&self, pages_min: u64) -> impl Iterator<Item = Range<u64>> {
         let mut page = 0;
         std::iter::from_fn(move || {

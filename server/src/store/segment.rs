@@ -56,7 +56,7 @@ struct CachedRegion {
     reserved: u64,
 }
 
-/// Fills the gap, at most this long, before a block that starts on a page.
+/// Fills the gap before a block that starts on a page. The gap is shorter than a page.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 /// The shortest run of unused pages that is freed.
 const FREED_PAGES_MIN: u64 = 8;
@@ -92,13 +92,14 @@ impl Segments {
         numbers
     }
 
-    /// Reserves room on a drive, so that blocks that are allocated in it can be written. Returns `false` if there is not enough.
+    /// Reserves room on a drive, so that blocks that are allocated in this room can be written. Returns `false` if there is not
+    /// enough room.
     pub(crate) fn reserve(&self, drive: u8, len: u64) -> io::Result<bool> {
         self.segment(drive)?.reserve(len)
     }
 
-    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved
-    /// for them. The part of the reservation that they do not need is freed.
+    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved for them. The part of the
+    /// reservation that the blocks do not need is freed.
     pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
         let mut room = segment.room();
@@ -154,7 +155,7 @@ impl Segments {
         self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
     }
 
-    /// Reserves room for cached blocks on the emptiest healthy drive that has enough; `None` if no drive has.
+    /// Reserves room for cached blocks on the emptiest healthy drive that has enough room; `None` if there is no such drive.
     pub(crate) fn reserve_cached(&self, len: u64) -> io::Result<Option<u8>> {
         for drive in self.drives_by_room() {
             let segment = self.segment(drive)?;
@@ -165,9 +166,8 @@ impl Segments {
         Ok(None)
     }
 
-    /// Starts the cached region: blocks that are allocated after this call are cached ones, whose
-    /// room [`Self::free_cached`] can free. Extends the files by `len` bytes without allocating
-    /// room for them.
+    /// Starts the cached region: blocks that are allocated after this call are cached blocks, and [`Self::free_cached`] can
+    /// free their room. Extends the files by `len` bytes without allocating room for them.
     pub(crate) fn begin_cached_region(&self, len: u64) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
@@ -360,7 +360,7 @@ impl Segment {
 
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // On a drive with a small capacity, a step is kept to a small part of the capacity.
+        // If the drive's capacity is small, the step is a small part of it.
         let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {
@@ -369,7 +369,7 @@ impl Segment {
                 continue;
             }
             match fallocate(&self.file, FallocateFlags::empty(), room.preallocated_to as i64, more as i64) {
-                // A file system that cannot preallocate reports that it is full when blocks are written.
+                // If the file system cannot preallocate, it reports only during a write that it is full.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {
                     room.preallocated_to = end;
                     return Ok(true);
@@ -392,7 +392,7 @@ impl Room {
         let gap = self.end.next_multiple_of(PAGE_SIZE) - self.end;
         let Some(cached) = &mut self.cached else { return };
         self.end += gap;
-        // If the capacity has no room for the gap, it has none for a block after it either.
+        // If the capacity has no room for the gap, nothing is lost: it has no room for a block after the gap either.
         if self.reservation.as_mut().is_some_and(|reservation| reservation.grow(gap)) {
             cached.reserved += gap;
         }
@@ -404,7 +404,7 @@ fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
     fallocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, offset as i64, len as i64)
 }
 
-/// Writes blocks with zeros in the gaps. Returns the offset after the last one.
+/// Writes blocks with zeros in the gaps. Returns the offset after the last block.
 fn write_blocks_at<'a>(
     file: &File,
     first: u64,
