@@ -94,8 +94,8 @@ struct Inner {
 /// The error of a failed load, which the requests that joined the load get too. The arena does not examine the error.
 pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
-/// Resolves when a load that another request performs ends: to the failure if the load failed, and to an error (the sender was
-/// dropped) if the load succeeded or was abandoned. Waiters resume in the order in which they came.
+/// Resolves at the end of a load that another request performs: to the failure if the load failed, and to an error (the sender
+/// was dropped) if the load succeeded or was abandoned. Waiters resume in the order in which they came.
 pub(crate) type PendingLoad = Shared<oneshot::Receiver<LoadFailure>>;
 
 /// A chunk that a request wants.

@@ -1,7 +1,7 @@
 //! The nodes of the session as one node sees them: their addresses, and a way to send requests to each of them.
 //!
 //! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For its own
-//! node it holds a [`Loopback`], a connection that calls the local service. A request to the own node therefore works like a
+//! node it holds a [`Loopback`], a connection that calls the local service. A request to its own node therefore works like a
 //! request to a peer, with the same messages, deadlines and errors, and no caller distinguishes the two.
 //!
 //! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward that deadline. The

@@ -20,7 +20,7 @@
 //! - If nothing in an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
 //! - A chunk that a process itself requested does not enter the window.
 //!
-//! Prefetch never reports errors: if a chunk cannot be fetched, the reader later asks for it itself, and gets the error then.
+//! Prefetch never reports errors: if a chunk cannot be prefetched, its reader requests it later, and gets the error then.
 //! Prefetch does not cache blocks; it passes each chunk that was read to the fetcher, which caches the chunk.
 
 mod controller;

@@ -97,9 +97,9 @@ impl<L: Leased> LeaseLedger<L> {
         LeaseHolder { ledger: self.clone(), connection }
     }
 
-    /// Helps a request that has `waited` for room: asks every client to release its leases. Among the connections that did not
-    /// do so in time, it chooses one of the process that leases the most, and revokes that connection's leases. Returns whether
-    /// it revoked any; if so, the request tries again.
+    /// Helps a request that has `waited` for room: asks every client to release its leases. If connections did not do so in
+    /// time, it picks one of them that belongs to the process with the most leases, and revokes the leases of that connection.
+    /// Returns whether it revoked any leases; if so, the request tries again.
     pub(super) fn recall(&self, waited: Duration) -> bool {
         if waited < self.recall_after {
             return false;

@@ -10,7 +10,7 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// A summary has a number for each class on each node. This is the most such numbers that fit.
+/// A summary has one number for each class on each node. It has room for at most this many of them.
 const SHARES_MAX: usize = 16 << 10;
 /// The most classes (top-level directories) that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;

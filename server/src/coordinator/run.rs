@@ -87,7 +87,7 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    // This makes room for the plan, which is written to a data dir, too.
+    // The plan needs room too, because it is written to a data dir.
     make_headroom(context).await?;
     let planning = CancelOnDrop::default();
     let (plan, plan_drive) = tokio::select! {

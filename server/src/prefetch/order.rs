@@ -19,7 +19,7 @@ use crate::arena::Lease;
 use crate::fetch::{Fetched, FetchedChunks, Fetcher};
 use crate::store::Dataset;
 
-/// The most chunks that one request asks for. If requests are small, chunks arrive as steadily as the reader reads them.
+/// The most chunks that one request asks for. Requests are small so that chunks arrive as steadily as the reader reads them.
 const REQUEST_CHUNKS_MAX: usize = 256;
 const REQUEST_LEN_MAX: u64 = 2 << 20;
 /// How often the task looks at the marks while the reader is reading, and while it is not.
@@ -403,8 +403,7 @@ async fn fetch(
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
     for (index, lease) in fetching.leased() {
-        // A mark on a chunk that was resident before comes from an earlier epoch, unless a process has just asked for the
-        // chunk.
+        // If a chunk was already resident, its mark comes from an earlier epoch, unless a process has just asked for the chunk.
         if chunks.get(index as usize).is_some_and(|chunk| !order.demanded().contains(chunk)) {
             lease.clear_mark();
         }

@@ -24,8 +24,8 @@ mod tests;
 
 /// The threshold that selects all blocks: every hash is below it.
 const ALL: u64 = 1 << 32;
-/// The part of the room that the selected blocks should fill. The rest is for bytes that alignment to pages wastes, and because
-/// random hashes may select slightly more blocks than they should.
+/// The part of the room that the selected blocks should fill. The rest covers the bytes that alignment to pages wastes, and the
+/// excess if the hashes select slightly more blocks than they should.
 const ROOM_PERMILLE: u64 = 985;
 
 /// The cached blocks of one dataset.
@@ -222,8 +222,9 @@ impl Dataset {
 
     /// Waits until the written blocks are on the drives, and publishes them.
     ///
-    /// # Errors If a drive fails, everything that was written to that drive since its last successful sync is dropped, and the
-    /// drive gets no further cached block of this dataset. The blocks on the other drives are published.
+    /// # Errors
+    /// If a drive fails, everything that was written to that drive since its last successful sync is dropped, and the drive
+    /// gets no further cached block of this dataset. The blocks on the other drives are published.
     pub(crate) fn sync_cached(&self) -> io::Result<()> {
         let synced_group = {
             let mut writing = self.cached_blocks().lock();

@@ -1,4 +1,4 @@
-//! A dataset on this node: its catalog, which every node has a copy of, and the part of its blocks that is on this node.
+//! A dataset on this node: its catalog, of which every node has a copy, and the dataset's blocks that are on this node.
 
 use std::fs::File;
 use std::io;

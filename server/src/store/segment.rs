@@ -360,7 +360,7 @@ impl Segment {
 
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // If the drive's capacity is small, the step is a small part of it.
+        // If the drive's capacity is small, the step is a small part of that capacity.
         let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {

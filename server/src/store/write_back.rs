@@ -184,7 +184,7 @@ mod tests {
 
     /// SEMANTICS: "A failed sync is not retried, because a second sync would succeed and prove nothing."
     #[test]
-    fn after_an_error_of_any_call_every_later_sync_fails() {
+    fn after_one_failed_call_every_later_sync_fails() {
         let file = tempfile::tempfile().unwrap();
         for call in 0..3 {
             let drive = Arc::new(Failing::default());
