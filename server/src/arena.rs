@@ -11,14 +11,15 @@
 //! - [`lease`]: a resident chunk, and the right to read it.
 //! - [`table`]: records which chunks are resident or loading, and chooses which ones to evict. It has no locks and never waits,
 //!   so a test explores its interleavings.
-//! - [`ledger`]: which process holds how many leases, and which process loses them when others need room.
+//! - [`ledger`]: records how many leases each process holds, and chooses the process that loses its leases when others need
+//!   room.
 //!
 //! # Invariants
 //!
 //! - A chunk becomes visible (leased or published) only after its bytes have been compared with the catalog's checksum.
 //! - A leased chunk keeps its bytes: its slot is freed only after its last lease has been dropped.
 //! - A block that consists of one chunk is also published in its dataset's locations while it is resident, so that processes
-//!   find it without a message. They set a mark in shared memory for every such read. The location is withdrawn before the
+//!   find it without a message. Processes set a mark in shared memory for every such read. The location is withdrawn before the
 //!   slot is freed, so a reader that checks the location after it has copied never accepts another chunk's bytes.
 //! - Only a request that holds no leases waits for room, and every request has room for the chunks that it loads. So
 //!   requests cannot wait for each other in a cycle.
@@ -62,7 +63,7 @@ pub(crate) type ChunkKey = (DatasetId, Chunk);
 const EVICTION_LEN_MIN: u64 = 256 << 10;
 /// The mean chunk length that the eviction policy is sized for.
 const TYPICAL_LEN: u64 = 32 << 10;
-/// A request that waits for room looks again at this interval even if nothing wakes it, because a slot that was lent to a late
+/// A request that waits for room looks again at this interval even if nothing wakes it, because a slot that was kept for a late
 /// answer becomes free without a notification.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 

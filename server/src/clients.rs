@@ -9,8 +9,8 @@
 //! - `read_ahead`: fetches ahead of a process that reads a large file in order;
 //! - `socket`: messages on the socket.
 //!
-//! Invariants: a client that takes nothing for long loses its leases, and costs at most one message and one part of an
-//! answer in memory. A client that holds leases never waits for room in the arena, so clients cannot wait for each other.
+//! Invariants: a client that takes no message for a long time loses its leases. It costs memory for at most one message and one
+//! part of an answer. A client that holds leases never waits for room in the arena, so clients cannot wait for each other.
 
 mod control;
 mod fetch_reply;
@@ -146,7 +146,7 @@ struct Client {
     receiver: Receiver,
     sender: Sender,
     attachment: Attachment,
-    /// Holds the connection's leases. Dropping it revokes them, however the connection ends.
+    /// Holds the connection's leases. Dropping the holder revokes them, however the connection ends.
     holder: LeaseHolder<Lease>,
     context: Arc<ClientContext>,
     read_ahead: ReadAhead,

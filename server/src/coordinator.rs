@@ -54,7 +54,7 @@ use subscriptions::Subscriptions;
 /// The node that coordinates stage-ins.
 const COORDINATOR: NodeId = NodeId(0);
 
-/// How many events may be on their way to a client. A slow client misses progress, but never the end.
+/// How many events may be on their way to a client. A slow client may miss progress events, but never the last event.
 pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
 
 /// The parts of a node that the coordinator uses.

@@ -360,7 +360,7 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
 }
 
 /// Waits for a load that another request performs, and shares its failure. If the chunk has already been evicted again, the
-/// result is empty, and the caller asks for it again.
+/// result is empty, and the caller asks for the chunk again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
     // This wait is bounded by the deadlines of the request that loads the chunk.
     if let Ok(failure) = load.await {

@@ -146,7 +146,7 @@ impl Peers {
         self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Returns whether a connection to the node was lost, and no new one has been made. While the node is being dialed, it does
+    /// Returns whether the connection to the node was lost and has not been replaced. While the node is being dialed, it does
     /// not count as lost; a later call sees the outcome of the dial.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
@@ -212,7 +212,7 @@ impl Peers {
     }
 }
 
-/// Returns the error of pieces that a peer could not read.
+/// Returns the error for pieces that a peer could not read.
 pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
     PeerError::Unread { node, reason: unread.reason.clone() }
 }

@@ -17,7 +17,8 @@
 //!
 //! - All orders together lease at most three quarters of the arena. The rest is for requests of processes.
 //! - While a request of a process waits for room, an order takes no new room, and shrinks its window.
-//! - If nothing in an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
+//! - If nothing in an order is read for `Deadlines::order_idle`, the order releases its whole window until something is read
+//!   again.
 //! - A chunk that a process itself requested does not enter the window.
 //!
 //! Prefetch never reports errors: if a chunk cannot be prefetched, its reader requests it later, and gets the error then.
@@ -48,7 +49,7 @@ pub(crate) struct Prefetcher {
     fetcher: Arc<Fetcher>,
     /// How long an order may stay unread before it releases its window ([`Deadlines`]).
     order_idle: Duration,
-    /// The same, while a request waits for room ([`Deadlines`]).
+    /// The same limit while a request waits for room ([`Deadlines`]).
     recall: Duration,
     policy: Mutex<Policy>,
     orders: Mutex<Vec<Weak<SharedOrder>>>,

@@ -1,7 +1,7 @@
 //! Manages the room on this node's drives: stage-ins get what they need, and cached blocks may use the rest.
 //!
-//! Cached blocks are copies of other nodes' blocks. They give way: a stage-in that finds no room calls
-//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks), which evict cached
+//! Cached blocks are copies of other nodes' blocks. They give way to stage-ins: a stage-in that finds no room calls
+//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks). Both evict cached
 //! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
 //! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. The room of cached blocks is
@@ -31,7 +31,7 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(2);
 /// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
 /// each batch would take longer than writing the batch.
 const ROOM_STEPS: u64 = 64;
-/// How many times the amount to evict doubles within one call. After that, everything is evicted.
+/// The amount to evict doubles in each round of one call, at most this many times. By then, it exceeds all cached blocks.
 const ROUNDS_MAX: u32 = 16;
 
 /// Why room could not be made.

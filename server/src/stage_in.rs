@@ -1,7 +1,7 @@
 //! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
 //!
-//! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives it with requests:
-//! begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
+//! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives each part with
+//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
 //!
 //! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
 //! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
@@ -204,7 +204,7 @@ pub(crate) struct NodeStageIn {
     /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
-    /// Set together with the monitor's flag: ends the waits of workers at once.
+    /// Set together with the monitor's flag. Workers that are waiting then stop waiting at once.
     cancelled: SetOnce<()>,
     tasks: Mutex<JoinSet<()>>,
 }

@@ -8,16 +8,18 @@
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.
-//! - [`write_back`]: getting written bytes onto the drive, and remembering what the drive lost.
+//! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
 //!
 //! # Invariants
 //!
-//! - A block's location on a drive is published only after a sync has covered its bytes, and is withdrawn before its room is
-//!   reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
+//! - A block's location on a drive is published only after a sync has covered the block's bytes, and is withdrawn before the
+//!   block's room is reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another
+//!   block.
 //! - Room is reserved before it is written, so a stage-in learns that a drive is full before it takes a batch.
 //! - Cached blocks lie after all blocks that the node owns. An offset at which a cached block lay is never used again.
-//! - After one failed write-back call, the file is never trusted again: a later sync that succeeds proves nothing.
+//! - After one write-back call on a file has failed, that file is never trusted again: a later sync that succeeds proves
+//!   nothing.
 //!
 //! The store does not talk to other nodes, and does not decide how much is cached or when copies are evicted (`room` does). Its
 //! calls may wait for a drive, so they must not run on a runtime thread unless they only read memory.

@@ -69,8 +69,8 @@ pub(crate) struct LeaseHolder<L: Leased> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     pub(crate) bytes: u64,
-    /// Whether the connection holds no lease. Only then may it wait for room, because no other request can be waiting for
-    /// its leases.
+    /// Whether the connection holds no lease. Only then may the connection wait for room, because no other request can be
+    /// waiting for its leases.
     pub(crate) may_wait: bool,
 }
 
@@ -138,7 +138,7 @@ impl<L: Leased> LeaseLedger<L> {
 }
 
 impl<L: Leased> Accounts<L> {
-    /// Invalidates a connection's token on the status page, then removes its leases. They end when the result is dropped.
+    /// Invalidates a connection's token on the status page, then removes its leases. The leases end when the result is dropped.
     #[must_use = "the leases end when the result is dropped, which takes other locks"]
     fn revoke(&mut self, status_page: &StatusPage, connection: u32) -> Vec<Vec<L>> {
         let Some(account) = self.connections.get_mut(&connection) else { return Vec::new() };

@@ -15,8 +15,8 @@ use super::lease::{Lease, ResidentChunk};
 use super::{Arena, LoadFailure, PendingLoad, Wanted};
 use crate::store::Dataset;
 
-/// The right, and the duty, to load chunks of one owner. If it is dropped before it has been
-/// filled, the next request for one of its chunks loads that chunk.
+/// The right, and the duty, to load chunks of one owner. If the group is dropped before it has been filled, the next request
+/// for one of its chunks loads that chunk.
 pub(crate) struct LoadGroup {
     arena: Arena,
     pub(crate) owner: NodeId,

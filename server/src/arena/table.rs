@@ -94,7 +94,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         }
     }
 
-    /// Returns the value of a key, without counting as a use.
+    /// Returns the value of a key. This does not count as a use of the value.
     #[cfg(test)]
     pub(super) fn peek(&self, key: &K) -> Option<Arc<R>> {
         self.resident.peek(&Entry::Key(key.clone())).cloned().flatten()

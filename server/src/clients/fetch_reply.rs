@@ -18,9 +18,9 @@ use crate::store::Dataset;
 
 impl Client {
     /// Fetches chunks and sends each as it arrives. Chunks that arrive before the client has taken one message go out with the
-    /// next message, so a slow client costs memory for at most one message and one part of the answer. A client that takes
-    /// nothing for long loses its leases, but nothing else: the messages that it reads later carry the old token, so it asks
-    /// for those chunks again.
+    /// next message, so a slow client costs memory for at most one message and one part of the answer. A client that takes no
+    /// message for a long time loses its leases, but nothing else: the messages that it reads later carry the old token, so it
+    /// asks for those chunks again.
     pub(super) async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let context = self.context.clone();
         let Some(budget) = self.holder.budget() else {

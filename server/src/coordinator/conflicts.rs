@@ -49,7 +49,7 @@ impl Rivals {
         PathConflict { path: display(path), first: self.name(first), second: self.name(second) }
     }
 
-    /// Checks all members with the same path, in order.
+    /// Looks for a path conflict between neighbors among the members that have the same path.
     pub(super) fn check(&self, members: &[Member]) -> Result<(), PathConflict> {
         let is_conflict =
             |pair: &&[Member]| self.are_rivals(pair[0].key.source, pair[1].key.source) && differ(&pair[0], &pair[1]);

@@ -199,7 +199,7 @@ async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorEr
     Ok(())
 }
 
-/// Returns the free bytes on each node, in order.
+/// Returns the free bytes on each node, in the order of node numbers.
 async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, CoordinatorError> {
     let timeout = context.deadlines().request;
     let asking = context.peers.nodes().map(|node| async move {
@@ -224,7 +224,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64) -> StageInEstimate {
     }
 }
 
-/// Sends progress events until dropped. Returns an error once the stage-in stalls or a node is lost.
+/// Sends progress events until the future is dropped. Returns an error once the stage-in stalls or a node is lost.
 async fn watch_progress<T>(
     context: &CoordinatorContext,
     stage_in: &CoordinatedStageIn,
@@ -233,7 +233,7 @@ async fn watch_progress<T>(
     let mut detector = StallDetector::new(context.deadlines());
     loop {
         sleep(context.deadlines().progress_interval).await;
-        // Each step of publishing has a deadline of its own.
+        // Publishing is not checked for stalls, because each of its steps has a deadline of its own.
         let is_publishing = stage_in.progress().phase == Phase::Publishing;
         if detector.is_stalled(stage_in.steps()) && !is_publishing {
             return Err(detector.error(stage_in.waits_for()));

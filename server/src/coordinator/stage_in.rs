@@ -230,7 +230,7 @@ impl CoordinatedStageIn {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns all progress so far.
+    /// Returns the number of steps so far.
     pub(super) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }

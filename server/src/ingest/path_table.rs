@@ -67,7 +67,7 @@ impl PathTable {
         let known = ways.iter().find(|entry| entry.match_number > 0 && entry.hash == hash && entry.pattern == pattern).copied();
         match known {
             None => {
-                // If no entry is free, the hash picks the one that is forgotten.
+                // If no entry is free, the hash determines which entry is overwritten.
                 let free = ways.iter().position(|entry| entry.match_number == 0).unwrap_or((hash >> 60) as usize % WAYS);
                 ways[free] = Entry { hash, match_number, pattern, content };
             }

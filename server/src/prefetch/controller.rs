@@ -59,7 +59,7 @@ pub(super) struct Targets {
     pub(super) requests: usize,
 }
 
-/// The state of the trial of a doubled boost.
+/// The state of an attempt to double the boost.
 #[derive(Clone, Copy)]
 enum Trial {
     /// A doubling may help.

@@ -263,7 +263,7 @@ impl<'a> OrderTask<'a> {
         let mut missing: Vec<Option<Chunk>> = request.chunks.into_iter().map(Some).collect();
         for (index, fetched) in request.fetched {
             let Some(chunk) = missing.get_mut(index as usize).and_then(Option::take) else { continue };
-            // A chunk that failed is not asked for again here: it fails again for its reader, who then gets the error.
+            // A chunk that failed is not requested again here. If a reader requests the chunk, that reader gets the error.
             let Fetched::Leased(lease) = fetched else { continue };
             if !self.order.demanded().remove(&chunk) {
                 self.window_bytes += lease.len();

@@ -26,7 +26,7 @@ impl MemoryShares {
         let share = (total / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
         let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
-        // If each worker gets only its minimum, so does the table of paths.
+        // The workers' minimum takes precedence over the table of paths, which shrinks at most to its own minimum.
         let minimum =
             shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_IN_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
         let paths_len = paths_len.min(share.saturating_sub(minimum)).max(PATHS_LEN_MIN);

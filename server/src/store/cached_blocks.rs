@@ -142,8 +142,8 @@ impl Dataset {
         hash(block, self.catalog().header().seed)
     }
 
-    /// Raises the threshold to `threshold`, so that all blocks below it are cached. Does nothing if
-    /// the present threshold is higher.
+    /// Raises the threshold to `threshold`, so that all blocks whose hash is below it are cached. Does nothing if the present
+    /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
         let _writing = self.cached_blocks().lock();
         if self.is_gone() || threshold < self.cached_blocks().threshold() {
@@ -255,9 +255,9 @@ impl Dataset {
         result
     }
 
-    /// Lowers the threshold to `threshold`, so that only blocks below it are cached, and withdraws the others. A process that
-    /// copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place does not notice,
-    /// so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
+    /// Lowers the threshold to `threshold`, so that only blocks whose hash is below it stay cached, and withdraws the others. A
+    /// process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
+    /// does not notice, so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
         let mut writing = self.cached_blocks().lock();
         if threshold >= self.cached_blocks().threshold() {
