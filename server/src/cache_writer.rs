@@ -123,7 +123,7 @@ async fn sync_all(written: &Written, blocking: &dyn Blocking) {
             match blocking.run(move || dataset.sync_cached()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => {
-                    tracing::warn!(dataset = id, %error, "a drive failed to sync copies of other nodes' blocks, which are dropped")
+                    tracing::warn!(dataset = id, %error, "a drive failed to sync copies of blocks; the copies are dropped")
                 }
                 Err(error) => tracing::warn!(dataset = id, %error, "cannot sync copies of other nodes' blocks"),
             }

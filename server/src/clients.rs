@@ -130,7 +130,8 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
             let holder = context.arena.ledger().open(pid);
             let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
             tokio::select! {
-                // Serving stops when the process ends, because a forked child may hold the connection open for longer.
+                // Serving stops when the process ends. It does not wait for the end of the connection, because a forked child
+                // may hold the connection open for longer.
                 () = exit_of(pid) => {}
                 served = client.serve() => if let Err(error) = served {
                     tracing::debug!(pid, %error, "the connection of a client failed");

@@ -226,7 +226,7 @@ mod tests {
     fn a_report_after_the_end_is_answered_with_the_outcome() {
         let registry = Registry::default();
         let report = || registry.report(5, NodeId(1), NodeReport::default());
-        assert_eq!(report(), CoordinatorReply::Abort, "a node that shows the dataset already must take it back");
+        assert_eq!(report(), CoordinatorReply::Abort, "a node that shows the dataset already must hide it again");
         registry.set_published(5);
         assert_eq!(report(), CoordinatorReply::Settle);
     }

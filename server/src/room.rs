@@ -28,8 +28,8 @@ use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
 
 /// How often to check whether processes still have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
-/// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
-/// each batch would take longer than writing the batch.
+/// A stage-in that needs room gets at least the node's capacity divided by this, because searching all cached blocks for each
+/// batch would take longer than writing the batch.
 const ROOM_STEPS: u64 = 64;
 /// The amount to evict doubles in each round of one call, at most this many times. By then, it exceeds all cached blocks.
 const ROUNDS_MAX: u32 = 16;

@@ -133,7 +133,7 @@ async fn run_to_end(
     let result = match published {
         Ok(merged) => {
             coordinator.registry.set_published(number);
-            // All nodes show the dataset. A node that misses the request to settle does so when its next report is answered.
+            // All nodes show the dataset. A node that misses the request to settle settles when its next report is answered.
             let settled = publication.settle().await;
             publication.summary(merged, settled.err(), start).await
         }

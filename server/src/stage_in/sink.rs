@@ -134,7 +134,8 @@ async fn offer(
         slot = returned;
     }
     let reason = format!(
-        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; its network card, its memory or the network in between is at fault"
+        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; that node's network card or memory, \
+         or the network in between, is at fault"
     );
     Err(ship_error(owner, reason))
 }

@@ -12,14 +12,14 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Starts with no page in use.
+    /// Creates a bitmap with no page in use.
     pub(super) fn new(range: Range<u64>) -> Self {
         let first = range.start.div_ceil(PAGE_SIZE);
         let count = range.end.div_ceil(PAGE_SIZE).saturating_sub(first);
         Self { first, count, used: vec![0; count.div_ceil(64) as usize] }
     }
 
-    /// Marks the pages of some bytes as used; bytes outside the range are ignored.
+    /// Marks the pages that contain the given bytes as used. Bytes outside the bitmap's range are ignored.
     pub(super) fn mark(&mut self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(PAGE_SIZE).min(self.first + self.count);
         for page in (offset / PAGE_SIZE).max(self.first)..end {

@@ -46,9 +46,8 @@ struct Room {
     reservation: Option<Reservation>,
 }
 
-/// The part of a segment that holds cached blocks. An offset in it is never used again after its
-/// block has been withdrawn, because a slow reader would mistake the new block's bytes for those of
-/// the old one.
+/// The part of a segment that holds cached blocks. An offset in this region is never used again after the block at this offset
+/// has been withdrawn, because a slow reader would mistake the new block's bytes for those of the old one.
 struct CachedRegion {
     /// No cached block lies before this offset.
     start: u64,
@@ -195,7 +194,7 @@ impl Segments {
         })
     }
 
-    /// Ensures that blocks cached after this call share no page with those cached before it.
+    /// Ensures that blocks cached after this call share no page with blocks cached before it.
     pub(crate) fn begin_cached_group(&self) {
         self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
@@ -254,8 +253,9 @@ impl Segments {
         })
     }
 
-    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from files
-    /// that others replaced. `live` calls its argument with the position and length of every live block. Returns the bytes freed.
+    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from
+    /// files that other files replaced. `live` calls its argument with the position and length of every live block. Returns the
+    /// bytes freed.
     pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
         // Excludes the header, and the last page, which a block may partly fill.
         let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
@@ -449,7 +449,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_allocated_in_reserved_room_read_back_and_freed() {
+    fn blocks_in_reserved_room_can_be_read_back_and_freed() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();

@@ -112,7 +112,7 @@ impl Unsynced {
         self.check()
     }
 
-    /// Returns whether any call has failed. Then everything written since the last successful sync may be lost.
+    /// Returns whether any call has failed. If so, everything written since the last successful sync may be lost.
     pub(super) fn has_failed(&self) -> bool {
         self.check().is_err()
     }
