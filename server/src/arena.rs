@@ -261,7 +261,7 @@ impl Arena {
         group.push(wanted, slot);
     }
 
-    /// Returns a slot of `len` bytes, if there is room or idle chunks can be evicted for it.
+    /// Returns a slot of `len` bytes, if there is room for it or idle chunks can be evicted to make room.
     fn allocate(&self, table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>, len: u64) -> Option<Slot> {
         loop {
             if let Some(slot) = self.inner.region.slot(len) {

@@ -1,6 +1,6 @@
 //! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena and
-//! writes many of them at once. Another task syncs what was written; only then can processes find the copies without sending a
-//! message.
+//! writes many of them at once. Another task syncs what was written. After the sync, processes can find the copies without
+//! sending a message.
 //!
 //! `store::cached_blocks` decides which blocks are cached. A chunk is verified again before it is written, because a copy on a
 //! drive is read in later epochs too.

@@ -344,7 +344,7 @@ impl Fetcher {
     }
 }
 
-/// Separates the chunks that need no fetch from those that do.
+/// Separates the chunks that need no fetch from the chunks that need one.
 fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
     let mut ready = FetchedChunks::new();
     let mut wanted = Vec::with_capacity(chunks.len());

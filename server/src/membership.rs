@@ -72,9 +72,8 @@ impl Membership {
         Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
     }
 
-    /// Takes the roster, connects to peers, and has the nodes below do the same. Returns one
-    /// sentence for each pair of nodes that cannot reach each other over the network that was
-    /// tried.
+    /// Takes the roster, connects to peers, and makes the nodes below do the same. Returns one sentence for each pair of nodes
+    /// that cannot reach each other over the network that was tried.
     pub(crate) async fn join(&self, addresses: &[SocketAddr], agreement: Agreement) -> Result<Vec<String>, JoinError> {
         let span = tracing::info_span!("join", node = %self.node, nodes = addresses.len());
         async {
@@ -99,7 +98,7 @@ impl Membership {
         .await
     }
 
-    /// Uses the network that all nodes have agreed on, and has the nodes below do the same.
+    /// Uses the network that all nodes have agreed on, and makes the nodes below do the same.
     pub(crate) async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
         self.transport.agree(agreement.clone());
         self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)

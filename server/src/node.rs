@@ -229,7 +229,7 @@ impl NodeParts {
 }
 
 impl Node {
-    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach at once; they find datasets once
+    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach immediately; they find datasets after
     /// the node has [joined](Self::join) its session.
     ///
     /// # Errors

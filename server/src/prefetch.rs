@@ -154,7 +154,7 @@ impl Prefetcher {
     }
 
     /// Reads ahead along an order until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders run at once;
-    /// further ones wait.
+    /// further orders wait.
     pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: SampleOrder) {
         let Ok(_permit) = self.permits.acquire().await else { return };
         let order = Arc::new(SharedOrder::new(dataset.id()));

@@ -156,7 +156,7 @@ impl Room {
         });
         let (threshold, has_withdrawn) = planned.await?;
         if has_withdrawn {
-            // Blocks that processes still have views of are freed by the next plan.
+            // If processes still have views of withdrawn blocks, the next plan frees these blocks.
             self.free_withdrawn().await?;
         }
         if self.has_stage_in() {

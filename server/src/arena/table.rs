@@ -140,7 +140,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         forgotten.into_inner()
     }
 
-    /// Removes the value of one key if it matches, and returns whether it did. References to it stay valid.
+    /// Removes the value of one key if the value matches, and returns whether it matched. References to the value stay valid.
     pub(super) fn forget_one(&mut self, key: &K, matches: impl Fn(&Arc<R>) -> bool) -> bool {
         let entry = Entry::Key(key.clone());
         let found = matches!(self.resident.peek(&entry), Some(Some(value)) if matches(value));

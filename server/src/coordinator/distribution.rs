@@ -22,7 +22,7 @@ pub(super) struct Distribution {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,
     pub(super) classes: Vec<ClassShare>,
-    /// Samples whose names end like those of archives.
+    /// Samples whose names end like the names of archives.
     pub(super) archives: u64,
 }
 

@@ -72,7 +72,7 @@ pub(crate) enum CoordinatorError {
     Panicked,
     #[error(transparent)]
     JobLost(#[from] JobLost),
-    /// The first failure of a stage-in, which several parts of the coordinator learn of.
+    /// The first failure of a stage-in. Several parts of the coordinator share this error.
     #[error(transparent)]
     Shared(Arc<CoordinatorError>),
 }

@@ -58,7 +58,7 @@ impl Publication<'_> {
         Ok(merged)
     }
 
-    /// Has all nodes write their blocks out. Returns all runs.
+    /// Makes all nodes write their blocks to their drives. Returns all runs.
     async fn finish(&self) -> Result<Vec<Run>, CoordinatorError> {
         let context = &self.coordinator.context;
         let request = NodeStageInRequest::Finish { stage_in: self.stage_in.number };
@@ -92,7 +92,7 @@ impl Publication<'_> {
         context.blocking.run(move || job.run()).await?
     }
 
-    /// Has all nodes prepare the catalog. The catalog spreads along a tree: in each round, every node that has the catalog
+    /// Makes all nodes prepare the catalog. The catalog spreads along a tree: in each round, every node that has the catalog
     /// gives it to a few more nodes.
     async fn distribute_catalog(&self, merged: &Merged) -> Result<(), CoordinatorError> {
         let context = &self.coordinator.context;

@@ -11,8 +11,8 @@ use tokio::sync::mpsc;
 use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
-/// Has the coordinator run a stage-in, and sends the stage-in's events to `events`. The last event says how the stage-in ended.
-/// If the receiver goes away, the stage-in is canceled.
+/// Asks the coordinator to run a stage-in, and sends the stage-in's events to `events`. The last event says how the stage-in
+/// ended. If the receiver goes away, the stage-in is canceled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let timeout = peers.deadlines().request;
     let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {

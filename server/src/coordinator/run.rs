@@ -189,7 +189,7 @@ async fn make_plan(
     planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
 }
 
-/// Has all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
+/// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
 async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
     let asking = context.peers.nodes().map(|node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));

@@ -105,7 +105,7 @@ impl CoordinatedStageIn {
         let _ = self.all_read.subscribe().wait_for(|all_read| *all_read).await;
     }
 
-    /// Takes a worker's report of the units that it has finished, if any, and answers with more.
+    /// Takes a worker's report of its finished units, if any, and answers with more units.
     pub(super) async fn next_units(&self, finished: Vec<UnitReport>) -> CoordinatorReply {
         // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
         self.all_begun.wait().await;

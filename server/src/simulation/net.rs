@@ -190,7 +190,7 @@ impl Net {
         }
     }
 
-    /// Loses each connection on which nothing gets through for too long, as the pings of a real transport do.
+    /// Ends each connection on which nothing gets through for too long. In a real transport, missing pings cause this.
     fn watch(self: &Arc<Self>) {
         for connection in self.live() {
             if self.is_open(connection.from, connection.peer)

@@ -8,7 +8,7 @@ use dayfly_meta::limits::{
 /// The shares of one stage-in, in bytes unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MemoryShares {
-    /// An owner's table of paths.
+    /// The table of paths that this node needs as an owner of blocks.
     pub(super) paths_len: usize,
     /// Blocks that wait to be written in shuffled order.
     pub(super) shuffle_len: u64,

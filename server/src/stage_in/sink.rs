@@ -23,7 +23,7 @@ use crate::peers::PeerError;
 
 type Outcome = Result<Delivery<Slot>, StageInError>;
 
-/// The owner of blocks, as a worker of this node reaches it.
+/// The owner of blocks, as seen by a worker of this node.
 trait Owner {
     /// Returns memory to gather a batch in; `None` if all memory that this worker may have is in use.
     fn buffer(&self) -> Result<Option<Slot>, StageInError>;

@@ -98,7 +98,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
             |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
         match reply.map_err(no_assignment)? {
             CoordinatorReply::Units(units) => finished = worker.run(&units)?,
-            // If the stage-in has been canceled in the meantime, the next request ends it.
+            // If the stage-in has been canceled in the meantime, the reply to the next request ends this worker.
             CoordinatorReply::Wait => {}
             CoordinatorReply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
             _ => return Err(StageInError::Cancelled),
