@@ -227,7 +227,7 @@ fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_ve
         let expected = content(near, LENS[near]);
         assert_eq!(session.flip(Rest::Segments(session.data_dir(0)), &expected), 1);
         let reason = read(&there, near).unwrap_err();
-        assert!(reason.contains("node 0 sent it damaged"), "{reason}");
+        assert!(reason.contains("node 0 sent damaged bytes"), "{reason}");
         let read_here = read(&here, near);
         match verify_reads {
             // The one exception to tenet 1 in SEMANTICS.md: a node trusts its own drive without `--verify-reads`.

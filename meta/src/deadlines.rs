@@ -74,7 +74,7 @@ deadlines! {
     /// How long a client may keep its leases after it was asked to release them. If a request is
     /// still waiting then, the server revokes leases, those of the largest holder first.
     recall = Duration::from_secs(5);
-    /// How often the supervisor renews its lease over each server, and each server answers.
+    /// How often the supervisor renews each server's lease. The server answers each renewal.
     lease_interval = Duration::from_secs(1);
     /// How long a server keeps serving without a renewal of its lease before it exits. The time is
     /// counted in intervals, so a server that was stopped does not find the time expired when it
@@ -88,7 +88,8 @@ deadlines! {
     landing = Duration::from_secs(60);
     /// How long the sender of a batch waits for the owner; see [`Deadlines::landing`].
     offer = Duration::from_secs(70);
-    /// How long a batch waits for room before the owner makes the kernel write out what it has buffered so far.
+    /// How long a batch waits for room before the owner makes the kernel write out the bytes that the kernel
+    /// has buffered so far.
     landing_patience = Duration::from_millis(100);
     /// How long a request waits for room in the arena while all of it is leased.
     arena = Duration::from_secs(15);
@@ -124,9 +125,9 @@ impl Deadlines {
     /// The largest divisor that a user may pass to [`Deadlines::scaled`]. With a larger one the
     /// shortest deadlines would vanish.
     pub const DIVISOR_MAX: u32 = 20;
-    /// A peer counts as lost, and a link is replaced, only after this many checks without a byte. A
-    /// process that was stopped or starved finds that much time has passed, although bytes have
-    /// arrived in the meantime that it has not read yet.
+    /// A peer counts as lost, and a link is replaced, only after this many checks without a byte.
+    /// Time alone does not show that nothing arrived: after a process was stopped or starved, there
+    /// may be bytes that it has not read yet.
     pub const LOOKS_MIN: u32 = 4;
 
     /// Checks the relations between the deadlines: a wait within another wait must be the shorter
@@ -175,7 +176,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tenth_of_the_defaults_keeps_their_relations() {
+    fn scaled_defaults_satisfy_all_relations() {
         for divisor in 0..=Deadlines::DIVISOR_MAX {
             let scaled = Deadlines::DEFAULT.scaled(divisor);
             assert_eq!(scaled.check(), Ok(()), "{divisor}");

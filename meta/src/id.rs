@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn session_ids_read_back_as_written() {
+    fn a_written_session_id_parses_to_the_same_id_and_other_text_is_rejected() {
         let id = SessionId([0, 1, 2, 3, 0xfc, 0xfd, 0xfe, 0xff]);
         assert_eq!(id.to_string(), "00010203fcfdfeff");
         assert_eq!(id.to_string().parse(), Ok(id));

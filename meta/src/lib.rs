@@ -6,15 +6,17 @@
 //! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
 //! - [`placement`] decides which node owns a block, from nothing but a seed, a path and the members.
 //! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
-//!   [`segment`] how they are packed there.
-//! - [`shared`] maps memory that several processes use; [`status_page`] is what a server shows its clients there.
-//! - [`wire`] defines all messages; [`metrics`] what a node counts.
+//!   [`segment`] defines how they are packed there.
+//! - [`shared`] maps memory that several processes use; [`status_page`] defines what a server shows its clients
+//!   in such memory.
+//! - [`wire`] defines all messages; [`metrics`] lists what a node counts.
 //!
 //! The crate has no sockets, threads or clock, and opens no files: it maps and writes the files that it is given.
 //!
 //! # Example
 //!
-//! A stage-in asks [`placement`] for the owner of a block and records it in the catalog, where every node looks it up:
+//! A stage-in asks [`placement`] for the owner of a block and records the owner in the catalog, where every node can
+//! look it up:
 //!
 //! ```
 //! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind};

@@ -29,8 +29,8 @@ pub const PATH_LEN_MAX: usize = 4096;
 pub const SYMLINK_LEN_MAX: usize = 4095;
 /// Symlinks followed in one lookup. Linux follows the same number before it fails with `ELOOP`.
 pub const SYMLINKS_FOLLOWED_MAX: usize = 40;
-/// Length of an extended header or a long name in a tar. Real ones take hundreds of bytes; a longer
-/// one is an attack on our memory.
+/// Length of an extended header or a long name in a tar. Real headers take hundreds of bytes. A
+/// header beyond this bound is an attack on our memory.
 pub const TAR_EXTENSION_LEN_MAX: u64 = 1 << 20;
 /// Length of the global extended headers of a tar. Workers pass them on together with their
 /// position in the archive.
@@ -39,10 +39,10 @@ pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
 /// `zstd --long=27` 128 MiB.
 pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
 
-/// Sources of one stage-in, all of which the coordinator holds in memory. Also bounds the paths
-/// below one directory that a glob has not yet looked at.
+/// Sources of one stage-in, all of which the coordinator holds in memory. The same bound applies to
+/// the paths that a glob has found and has yet to look at.
 pub const SOURCES_MAX: usize = 1 << 20;
-/// Length of the paths of all those sources together, in bytes.
+/// Total length of the paths of all sources of one stage-in, in bytes.
 pub const SOURCE_PATHS_LEN_MAX: usize = 256 << 20;
 /// Length of a `@LIST` file. With real names, a list of [`SOURCES_MAX`] sources is shorter than
 /// this.
@@ -141,8 +141,9 @@ pub const SHUFFLE_LEN_MAX: usize = 16 << 20;
 /// Space on a drive is reserved in steps of this many bytes, so that blocks a server has accepted
 /// can always be written.
 pub const RESERVATION_STEP: u64 = 16 << 20;
-/// Cached blocks leave 1 / `HEADROOM_SHARE` of a drive's capacity, and at most [`HEADROOM_MAX`]
-/// bytes, free for the catalogs and runs that a stage-in writes in addition to blocks.
+/// The part of a drive's capacity that cached blocks leave free: 1 / `HEADROOM_SHARE`, but at most
+/// [`HEADROOM_MAX`] bytes. A stage-in uses this room for catalogs and runs, which it writes in
+/// addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
 /// Upper bound on the headroom in bytes; see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
@@ -189,7 +190,8 @@ pub const UNIT_FILES_MAX: usize = 1024;
 /// Bytes of a directory tree that make one unit.
 pub const UNIT_BYTES_MAX: u64 = 64 << 20;
 /// Units of at most this many bytes are assigned several at a time, because a worker ships its
-/// batches after the last unit that it has.
+/// partly filled batches after the last unit of each assignment. With one small unit at a time,
+/// batches would be nearly empty.
 pub const SMALL_UNIT_BYTES_MAX: u64 = 1 << 20;
 /// Small units assigned at a time; see [`SMALL_UNIT_BYTES_MAX`].
 pub const SMALL_UNITS_MAX: usize = 128;
@@ -202,8 +204,9 @@ pub const PEER_REQUESTS_MAX: usize = 256;
 /// Requests to one peer may hold 1 / `PEER_SHARE` of the memory that their bytes land in. Memory
 /// counts as held until nothing can land in it anymore.
 pub const PEER_SHARE: u64 = 4;
-/// A server sends a peer no further requests while those past their deadlines hold more than 1 /
-/// `STUCK_SHARE` of that memory, or while there are [`STUCK_REQUESTS_MAX`] of them.
+/// Bounds the requests to a peer that are past their deadlines. A server sends the peer no further
+/// requests while such requests hold more than 1 / `STUCK_SHARE` of the memory that their bytes
+/// land in, or while there are [`STUCK_REQUESTS_MAX`] of them.
 pub const STUCK_SHARE: u64 = 16;
 /// Requests past their deadlines after which a peer counts as stuck; see [`STUCK_SHARE`].
 pub const STUCK_REQUESTS_MAX: u32 = 16;
@@ -211,8 +214,8 @@ pub const STUCK_REQUESTS_MAX: u32 = 16;
 pub const MOVES_MAX: u32 = 3;
 /// Links for bulk data from a server to each peer.
 pub const BULK_LINKS: usize = 2;
-/// Handshakes in progress on a listener. If there are more, the oldest is dropped: members send at
-/// once, so the oldest one is a stranger's.
+/// Handshakes in progress on a listener. If there are more, the oldest is dropped: members send
+/// without delay, so the oldest handshake belongs to a stranger.
 pub const HANDSHAKES_MAX: usize = 512;
 /// Length of a message between the supervisor and a server. The longest message is the roster.
 pub const CHANNEL_MESSAGE_LEN_MAX: usize = 1 << 20;
@@ -237,8 +240,9 @@ pub const FETCH_PART_LEN: u64 = CHUNK_LEN;
 /// Prefetched chunks take at most 1 / `PREFETCH_SHARE` of the arena, unless `tune
 /// --prefetch-memory` sets another bound.
 pub const PREFETCH_SHARE: u64 = 2;
-/// Samples in all orders of a node together, at 4 bytes of memory each. This is enough for an epoch
-/// of a large dataset, or for an epoch of a smaller one for each of many readers.
+/// Samples in all orders of a node together, at 4 bytes of memory each. This is enough for one
+/// epoch of a large dataset. With a smaller dataset, it is enough for many readers with an epoch
+/// each.
 pub const ORDER_SAMPLES_MAX: usize = 1 << 27;
 /// Samples in one message of an order.
 pub const ORDER_PART_SAMPLES: usize = 64 << 10;
@@ -256,13 +260,13 @@ pub const CACHE_SYNC_LEN: u64 = 64 << 20;
 pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of read-ahead for a process that reads a large file sequentially.
 pub const READ_AHEAD_LEN_MAX: u64 = 32 << 20;
-/// How many processes of a node `status` names, those that read most. All of them are counted.
+/// How many processes of a node `status` names: the ones that read most. All processes are counted.
 pub const CLIENTS_SHOWN_MAX: usize = 32;
 /// How many answers to peers may be read from drives at once. Peers take turns.
 pub const DRIVE_READERS_MAX: usize = 16;
 
-/// Receive buffers that all queue pairs of a card share. If a message finds none, the sender's card
-/// sends it again.
+/// Receive buffers that all queue pairs of a card share. If no buffer is free for a message, the
+/// sender's card sends the message again.
 pub const RDMA_RECEIVES: u32 = 512;
 /// Length of the longest request over RDMA. A request for [`BATCH_BLOCKS_MAX`] blocks fits.
 pub const RDMA_REQUEST_LEN_MAX: u32 = 32 << 10;
@@ -285,15 +289,16 @@ pub const RDMA_MESSAGES_LEN: u64 = 16 << 20;
 pub const RDMA_FAILURES_MAX: u32 = 3;
 /// A pair of nodes that has fallen back to TCP tries RDMA again at growing intervals, up to this one.
 pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
-/// The most bytes of its node's segments that a process maps. It reads the rest with `pread`. Page
-/// tables cost 2 MiB for each mapped GiB.
+/// The most bytes of the node's segments that one process maps. The process reads the rest with
+/// `pread`. Page tables cost 2 MiB for each mapped GiB.
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
 /// Segments are mapped in windows of this length, as they are read.
 pub const SEGMENT_WINDOW_LEN: u64 = 64 << 20;
 /// Idle connections to its server that a process holds for its next requests. Further ones are
 /// opened and closed as they are needed.
 pub const IDLE_CONNECTIONS_MAX: usize = 4;
-/// Size up to which a file is copied into memory for a program that cannot use this library. Larger files are copied to a data dir.
+/// Size up to which a file is copied into memory for a program that cannot use the preload library. Larger files are copied to a
+/// data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 
 /// The kernel probes a silent connection at this interval.
@@ -305,12 +310,13 @@ pub const HEARTBEAT_POLLS: u32 = 20;
 /// Time within which all servers must be ready after `up`, if `--start-timeout` is not given.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// A session with at most this many nodes tries every pair of them at its start. In larger sessions
-/// each node tries the nodes that are 1, 2, 4, 8 ... further in the roster.
+/// each node tries the nodes that come 1, 2, 4, 8 ... places after it in the roster.
 pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 /// Children of a node in the tree along which the roster travels, and servers that a server starts
 /// if the launcher has no tree of its own.
 pub const TREE_WIDTH: usize = 16;
-/// Pairs of nodes that fell back to TCP and are named at the start. `status` shows all of them.
+/// How many pairs of nodes that fell back to TCP are named when the session starts. `status` names
+/// all of them.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
 /// How often servers and supervisors check that their files still have their names.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -322,7 +328,7 @@ pub const LAUNCHER_END_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take from `down` to its exit.
 pub const DOWN_TIMEOUT: Duration = Duration::from_secs(20);
 /// Suspected path conflicts that the coordinator asks all workers about in one stage-in. The first
-/// confirmed one ends it.
+/// confirmed conflict ends the stage-in.
 pub const SUSPECT_PATHS_MAX: usize = 64;
 /// Suspected path conflicts that an owner reports at a time.
 pub const SUSPECTS_REPORTED_MAX: usize = 16;
@@ -364,7 +370,7 @@ const _: () = {
     assert!(ORDER_PART_SAMPLES * 8 <= LOCAL_MESSAGE_LEN_MAX, "a part of an order fits into a message");
     assert!(MESSAGE_LEN_MAX < FRAME_BODY_LEN_MAX);
     assert!(BATCH_BLOCKS_MAX * 64 <= MESSAGE_LEN_MAX, "a batch's table fits into a message");
-    assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "so does its answer");
+    assert!(BATCH_BLOCKS_MAX * 64 <= LOCAL_MESSAGE_LEN_MAX, "the answer to a batch fits into a message");
     assert!(BATCHES_PER_WORKER_MIN <= BATCHES_PER_WORKER_MAX);
     assert!(SIGHTINGS_MAX * (PATH_LEN_MAX + 64) + SUSPECT_PATHS_MAX * 16 < MESSAGE_LEN_MAX / 2, "a report fits into a message");
     assert!(stage_in_workers_max(STAGE_IN_MEMORY_DEFAULT) == WORKERS_MAX && stage_in_memory_min(1) == STAGE_IN_MEMORY_MIN);

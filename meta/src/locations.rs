@@ -1,4 +1,4 @@
-//! The locations table of one dataset on one node. It records, for each block, where it lies on this node, or that it is absent.
+//! The locations table of one dataset on one node. It records where each block lies on this node, or that the block is absent.
 //!
 //! The table is a sparse file: one page of header, then one word for every block of the dataset,
 //! whichever node owns it. The server writes the table; clients map it read-only and look blocks up
@@ -8,10 +8,10 @@
 //! - The server stores a word with Release once the block's bytes can be read. Readers load it with
 //!   Acquire.
 //! - A block that the node owns never moves. The word of a cached block, or of a block in the
-//!   arena, is cleared before its bytes are given up. A reader therefore copies the bytes and then
-//!   checks that the word is unchanged; if so, the bytes were real.
-//! - The *gone* word in the header is set before any of the dataset's bytes are given up because
-//!   the whole dataset goes away, and is checked after a copy in the same way.
+//!   arena, is cleared before the block's bytes are given up. A reader therefore copies the bytes
+//!   and then checks that the word is unchanged; if it is, the copied bytes were the block's.
+//! - When the whole dataset goes away, the server sets the *gone* word in the header before it
+//!   gives up any of the dataset's bytes. Readers check this word after a copy, too.
 
 use std::fs::File;
 use std::io;
@@ -86,7 +86,7 @@ impl Locations {
 
     /// Returns whether the block is still where it was found. If this is called after a copy, `true` means that the copy is good.
     pub fn is_still(&self, block: BlockId, location: Location) -> bool {
-        // The copied bytes must be read before the word is.
+        // The copied bytes must be read before the word is read.
         fence(Ordering::Acquire);
         self.words.load(word_of(block)) == location.pack()
     }
@@ -96,16 +96,16 @@ impl Locations {
         self.words.store(word_of(block), location.pack());
     }
 
-    /// Publishes a block if it was absent, and returns whether it was.
+    /// Publishes a block if it is absent. Returns whether it was absent.
     pub fn publish_absent(&self, block: BlockId, location: Location) -> bool {
         self.words.replace(word_of(block), 0, location.pack())
     }
 
-    /// Clears a block's word if it still holds this location, and returns whether it did. The
-    /// caller may then give the bytes up.
+    /// Clears a block's word if the word still holds this location, and returns whether it did. If
+    /// it did, the caller may give up the bytes there.
     pub fn withdraw(&self, block: BlockId, location: Location) -> bool {
         let was = self.words.replace(word_of(block), location.pack(), 0);
-        // New bytes in that place must be written after the word is.
+        // The word must be written before any new bytes in that place.
         fence(Ordering::SeqCst);
         was
     }

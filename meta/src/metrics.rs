@@ -60,17 +60,17 @@ macro_rules! metrics {
 metrics! {
     "dayfly_reads_total" Counter "source" "Reads of blocks, or of chunks of large blocks, by processes of this node. The source is a block that the node owns, a cached block, the arena without a message, or the server after a request."
         |node| by_source(node, |reads| reads.count);
-    "dayfly_read_bytes_total" Counter "source" "Bytes of those reads."
+    "dayfly_read_bytes_total" Counter "source" "Bytes of the reads that `dayfly_reads_total` counts."
         |node| by_source(node, |reads| reads.bytes);
     "dayfly_remote_reads_total" Counter "" "Chunks that arrived over the network, requested or prefetched."
         |node| one(node.remote.count);
-    "dayfly_remote_bytes_total" Counter "" "Bytes of those chunks."
+    "dayfly_remote_bytes_total" Counter "" "Bytes of the chunks that arrived over the network."
         |node| one(node.remote.bytes);
     "dayfly_joined_total" Counter "" "Requests that joined a fetch already in flight."
         |node| one(node.joined);
     "dayfly_served_reads_total" Counter "" "Chunks sent to other nodes."
         |node| one(node.served.count);
-    "dayfly_served_bytes_total" Counter "" "Bytes of those chunks."
+    "dayfly_served_bytes_total" Counter "" "Bytes of the chunks sent to other nodes."
         |node| one(node.served.bytes);
     "dayfly_owner_bytes_total" Counter "owner" "Bytes received from each owner."
         |node| by_owner(node, |owner| owner.reads.bytes as f64);
@@ -104,11 +104,11 @@ metrics! {
         |node| one(node.held_bytes);
     "dayfly_cached_bytes" Gauge "" "Bytes of other nodes' blocks that are cached on the node's drives."
         |node| one(node.cached.bytes);
-    "dayfly_predicted_local_ratio" Gauge "" "Share of all bytes that the node will read from its own drives once all blocks that it intends to cache have arrived."
+    "dayfly_predicted_local_ratio" Gauge "" "The share of the bytes of all datasets that will be on the node's drives once all blocks that the node intends to cache have arrived."
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity, or what the file systems have free if that is less, plus the bytes of cached blocks, which would be evicted."
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can evict them."
         |node| one(node.free_bytes);
     "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);
@@ -182,7 +182,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metric_names_are_unique_and_name_their_kind() {
+    fn metric_names_are_unique_and_show_their_kind() {
         let mut names: Vec<&str> = METRICS.iter().map(|metric| metric.name).collect();
         names.sort_unstable();
         names.dedup();

@@ -1,5 +1,5 @@
-//! Paths within a dataset. A path is relative, made of bytes, with single slashes between its
-//! components, none of which is `.` or `..`. The root is the empty path.
+//! Paths within a dataset. A path is relative and consists of bytes, with single slashes between
+//! its components. No component is `.` or `..`. The root is the empty path.
 
 use std::cmp::Ordering;
 
@@ -42,8 +42,8 @@ pub fn normalize(name: &[u8]) -> Result<Vec<u8>, InvalidPath> {
     if path.len() > PATH_LEN_MAX { Err(InvalidPath::LongPath) } else { Ok(path) }
 }
 
-/// Returns the path without the extension of its name, which begins at the last dot. The result is the same for `k.jpg`, `k.txt`
-/// and `k.json` in one directory. A name whose only dot comes first has no extension.
+/// Returns the path without its extension, which begins at the last dot of the last name. The result is the same for `k.jpg`,
+/// `k.txt` and `k.json` in one directory. A name whose only dot comes first has no extension.
 pub fn group(path: &[u8]) -> &[u8] {
     let name_at = path.iter().rposition(|&byte| byte == b'/').map_or(0, |at| at + 1);
     match path[name_at..].iter().rposition(|&byte| byte == b'.') {
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn a_walk_visits_a_directory_before_its_names_and_its_names_together() {
+    fn a_walk_visits_a_directory_and_then_everything_below_it() {
         let mut paths: Vec<&[u8]> = vec![b"a.b", b"a/z", b"a", b"", b"a\x01", b"b", b"a/b/c", b"a/b"];
         paths.sort_by(|left, right| walk_order(left, right));
         let expect: Vec<&[u8]> = vec![b"", b"a", b"a/b", b"a/b/c", b"a/z", b"a\x01", b"a.b", b"b"];

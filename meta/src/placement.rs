@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_member_only_its_blocks_move() {
+    fn removing_a_member_moves_only_its_blocks() {
         let full = Placement::new(3, &equal(5));
         let fewer = full.without(&[NodeId(2), NodeId(4)]);
         for sample in 0..2000_u32 {
@@ -167,7 +167,8 @@ mod tests {
         assert_eq!(fewer.without(&(0..5).map(NodeId).collect::<Vec<_>>()).owner(b"x", 0), None);
     }
 
-    /// Counts, for each of 1,000 classes of 100 samples, how many lie on each of 8 nodes.
+    /// Counts, for each of 1,000 classes of 100 samples, how many of the samples lie on each of 8
+    /// nodes.
     fn classes_by_node(seed: u64, name: impl Fn(usize, usize) -> String) -> Vec<[f64; 8]> {
         let placement = Placement::new(seed, &equal(8));
         let on_nodes = |class: usize| {

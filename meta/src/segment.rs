@@ -1,15 +1,15 @@
 //! How blocks are packed into a segment, and how a position in it is encoded.
 //!
 //! A segment is a sparse file. Its first page is a header, so no block lies at offset 0. Blocks of
-//! at least [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and share no page with others;
-//! smaller blocks are packed without gaps. A segment holds no checksums: those of its blocks are in
+//! at least [`PAGE_BLOCK_SIZE_MIN`] bytes start on a page and share no page with others; smaller
+//! blocks are packed without gaps. A segment holds no checksums: the checksums of its blocks are in
 //! the catalog.
 
 use crate::limits::{DRIVES_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
 
 /// The first eight bytes of a segment.
 pub const MAGIC: [u8; 8] = *b"DAYFLYSG";
-/// Version of the packing. A change to the rules on this page increments it.
+/// Version of the packing. Any change to the rules on this page must increment the version.
 pub const VERSION: u32 = 1;
 /// Offset of the first block.
 pub const DATA_START: u64 = PAGE_SIZE;
@@ -26,8 +26,8 @@ pub fn header(dataset: u32, drive: u8) -> [u8; 24] {
     bytes
 }
 
-/// Returns where a block of `len` bytes starts if it follows `end` bytes, and where the next block
-/// may start.
+/// Returns where a block of `len` bytes starts if all earlier blocks end at or before `end`, and
+/// where the next block may start.
 pub fn pack(end: u64, len: u64) -> (u64, u64) {
     if len >= PAGE_BLOCK_SIZE_MIN {
         let start = end.next_multiple_of(PAGE_SIZE);
@@ -63,8 +63,8 @@ pub enum Location {
     Arena {
         /// Where the block starts, in units of [`crate::limits::ARENA_UNIT`] bytes.
         unit: u32,
-        /// A count of published blocks, modulo 2^24, so that two blocks in the same place have
-        /// different locations.
+        /// The number of blocks published so far, modulo 2^24. Because of it, two blocks that are
+        /// in the same place one after the other have different locations.
         generation: u32,
     },
 }
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn locations_read_back_as_written_and_zero_means_absent() {
+    fn a_packed_location_unpacks_to_the_same_and_zero_means_absent() {
         let position = DrivePosition { drive: 63, offset: 1 << 40 };
         for location in [
             Location::Owned(position),

@@ -21,7 +21,7 @@ use memmap2::{Mmap, MmapMut, MmapOptions, MmapRaw};
 /// If the kernel refuses the mapping.
 pub fn map_immutable(file: &File) -> io::Result<Mmap> {
     // SAFETY: the file is neither written nor truncated while it is mapped. It has no name, and the
-    // Dayfly processes of this user, which hold its descriptors, never do so.
+    // Dayfly processes of this user, which hold its descriptors, never write or truncate it.
     unsafe { Mmap::map(file) }
 }
 
@@ -80,8 +80,8 @@ impl SharedWords {
         self.words == 0
     }
 
-    /// Reads a word. Writes that came before the `store` of its value are visible afterward.
-    /// Returns 0 if the index is out of range.
+    /// Reads a word. Writes that came before the `store` of the returned value are visible
+    /// afterward. Returns 0 if the index is out of range.
     pub fn load(&self, index: usize) -> u64 {
         self.word(index).map_or(0, |word| word.load(Ordering::Acquire))
     }
@@ -100,7 +100,7 @@ impl SharedWords {
         }
     }
 
-    /// Replaces a word's value if it is `from`, and returns whether it was.
+    /// Replaces a word's value with `to` if the value is `from`. Returns whether it was replaced.
     pub fn replace(&self, index: usize, from: u64, to: u64) -> bool {
         let exchange = |word: &AtomicU64| word.compare_exchange(from, to, Ordering::AcqRel, Ordering::Acquire).is_ok();
         self.writable_word(index).is_some_and(exchange)

@@ -27,8 +27,8 @@ const RECALL_BIT: u64 = 1;
 /// Length of a status page's file in bytes.
 pub const FILE_LEN: u64 = (PAGE_WORDS * 8) as u64;
 
-/// The state of the server that a client checks before it trusts what it knows. Each check is one
-/// read of memory.
+/// The state of a server. A client checks it before it relies on what it learned from the server
+/// earlier. Each check is one read of memory.
 pub struct StatusPage(SharedWords);
 
 impl StatusPage {
@@ -79,9 +79,9 @@ impl StatusPage {
     /// Returns whether leases granted under this token still hold. Call it after the leased bytes
     /// have been copied or looked at: if it returns `true`, they were the bytes that were leased.
     pub fn holds(&self, connection: u32, token: u64) -> bool {
-        // The leased bytes must be read before this word is. The server changes the word before it
-        // reuses the room, and writes other bytes there only after that. A reader that has seen
-        // such a byte therefore sees the new word, too.
+        // The leased bytes must be read before this word is read. The server changes the word
+        // before it reuses the room, and writes other bytes there only after that. A reader that
+        // has seen such a byte therefore sees the new word, too.
         fence(Ordering::Acquire);
         self.token(connection) == token
     }
@@ -89,7 +89,7 @@ impl StatusPage {
     /// Revokes all leases of a connection. The server calls this before it reuses their room.
     pub fn revoke(&self, connection: u32) {
         self.0.store(token_word(connection), self.token(connection) + 2 * RECALL_BIT);
-        // New bytes in that room must be written after the word is.
+        // The word must be written before any new bytes in that room.
         fence(Ordering::SeqCst);
     }
 
@@ -98,8 +98,8 @@ impl StatusPage {
         self.0.store(token_word(connection), self.token(connection) | if is_recalled { RECALL_BIT } else { 0 });
     }
 
-    /// Returns whether the server asks for the leases of a connection, because others wait for
-    /// their room.
+    /// Returns whether the server asks the client to release the leases of a connection, because
+    /// others wait for room.
     pub fn is_recalled(&self, connection: u32) -> bool {
         self.0.load(token_word(connection)) & RECALL_BIT != 0
     }
@@ -112,7 +112,7 @@ fn token_word(connection: u32) -> usize {
 }
 
 /// Counters that clients keep for `status`, because most reads never reach the server. Each process has a
-/// slot, and in it each thread has, as far as possible, a cache line of its own.
+/// slot. Within the slot, each thread has a cache line of its own, as far as possible.
 pub struct Counters(SharedWords);
 
 /// Length of the counters' file in bytes. Slots that no process uses take no memory.
@@ -162,7 +162,8 @@ impl Counters {
     pub fn begin_view(&self, slot: u32) {
         self.0.add(slot as usize * SLOT_WORDS + VIEWS_WORD, 1);
         // The server withdraws a location and then reads this counter; we advance the counter and
-        // then look locations up. So one of the two sees the other.
+        // then look locations up. So either the server sees the view, or the process finds the
+        // location withdrawn.
         fence(Ordering::SeqCst);
     }
 

@@ -19,8 +19,8 @@ use rkyv::ser::allocator::{Arena, ArenaHandle};
 use rkyv::util::AlignedVec;
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// Version of all messages and frames. Any change to them increments it. Both ends must have the same
-/// version, because a session is one binary, started together.
+/// Version of all messages and frames. Any change to a message or frame must increment the version.
+/// Both ends must have the same version, because all processes of a session run the same binary.
 pub const VERSION: u32 = 12;
 
 /// Bytes that are not a message of this version.
@@ -42,7 +42,7 @@ where
     bytes
 }
 
-/// Decodes a message that another server sealed.
+/// Decodes a message that another server encoded with [`encode_sealed`].
 ///
 /// # Errors
 ///
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn messages_read_back() {
+    fn a_decoded_message_equals_the_encoded_one() {
         let message = local::FromClient::Fetch {
             dataset: crate::id::DatasetId(3),
             chunks: vec![crate::chunk::Chunk { block: crate::id::BlockId(1), index: 3 }],
@@ -117,7 +117,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_bytes_are_never_a_fault(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
+        fn decoding_random_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _ = decode::<local::FromClient>(&bytes);
             let _ = decode::<local::FromServer>(&bytes);
             let _ = decode::<peer::Request>(&bytes);
@@ -126,7 +126,7 @@ mod tests {
         }
 
         #[test]
-        fn damaged_messages_are_never_a_fault(at in 0_usize..200, flip in 1_u8..) {
+        fn decoding_a_damaged_message_never_panics(at in 0_usize..200, flip in 1_u8..) {
             let message = peer::OfferRequest::Batch { stage_in: 1, blocks: vec![peer::ShippedBlock { len: 4, checksum: 6, shuffle: 5, rival: peer::Rival::default() }; 3] };
             let mut bytes = encode(&message);
             let at = at % bytes.len();

@@ -1,4 +1,4 @@
-//! The arena: the shared memory that receives chunks of other nodes' blocks, and from which this node's processes read them.
+//! The arena: the shared memory that receives chunks of other nodes' blocks. This node's processes read the chunks there.
 //!
 //! A chunk in the arena is in one of three states. It is *loading* (one request fetches it, and every other request for it
 //! waits for that fetch), *leased* (at least one [`Lease`] pins it), or *idle*. Idle chunks stay until their room is needed;
@@ -9,16 +9,17 @@
 //! - [`Arena`] hands out leases on chunks that are resident, and decides who loads the others ([`Arena::claim`]).
 //! - [`load_group`]: the right and the duty to load the chunks of one owner.
 //! - [`lease`]: a resident chunk, and the right to read it.
-//! - [`table`]: which chunks are resident or loading, and which ones are evicted. It has no locks and never waits, so a test
-//!   explores its interleavings.
-//! - [`ledger`]: which process holds how many leases, and which process loses them when others need room.
+//! - [`table`]: records which chunks are resident or loading, and chooses which ones to evict. It has no locks and never waits,
+//!   so a test explores its interleavings.
+//! - [`ledger`]: records how many leases each process holds, and chooses the process that loses its leases when others need
+//!   room.
 //!
 //! # Invariants
 //!
 //! - A chunk becomes visible (leased or published) only after its bytes have been compared with the catalog's checksum.
 //! - A leased chunk keeps its bytes: its slot is freed only after its last lease has been dropped.
 //! - A block that consists of one chunk is also published in its dataset's locations while it is resident, so that processes
-//!   find it without a message. They set a mark in shared memory for every such read. The location is withdrawn before the
+//!   find it without a message. Processes set a mark in shared memory for every such read. The location is withdrawn before the
 //!   slot is freed, so a reader that checks the location after it has copied never accepts another chunk's bytes.
 //! - Only a request that holds no leases waits for room, and every request has room for the chunks that it loads. So
 //!   requests cannot wait for each other in a cycle.
@@ -60,10 +61,10 @@ pub(crate) type ChunkKey = (DatasetId, Chunk);
 
 /// The fewest bytes to evict at once, even where fewer would do: one large eviction costs less than many small ones.
 const EVICTION_LEN_MIN: u64 = 256 << 10;
-/// The mean length of a chunk that the eviction policy is sized for.
+/// The mean chunk length that the eviction policy is sized for.
 const TYPICAL_LEN: u64 = 32 << 10;
-/// How often a request that waits for room looks again without being woken, because a slot that was
-/// lent to a late answer becomes free without a notification.
+/// A request that waits for room looks again at this interval even if nothing wakes it, because a slot that was kept for a late
+/// answer becomes free without a notification.
 const RETRY_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The arena. Clones share it.
@@ -74,7 +75,7 @@ pub(crate) struct Arena {
 
 struct Inner {
     region: Region,
-    /// A read-only descriptor of the region, which clients get.
+    /// A read-only descriptor of the region, for clients.
     reader: File,
     marks_file: File,
     marks: Arc<SharedMarks>,
@@ -82,7 +83,7 @@ struct Inner {
     /// Distinguishes the chunks that successively occupy the same slot.
     generation: AtomicU32,
     leases: AtomicU64,
-    /// The request that waits for room holds this lock; the others queue for it, first come, first served.
+    /// The first request that waits for room holds this lock. The others queue for the lock, first come, first served.
     queue: tokio::sync::Mutex<()>,
     waiting: AtomicU64,
     waited: AtomicU64,
@@ -91,23 +92,23 @@ struct Inner {
     ledger: Arc<LeaseLedger<Lease>>,
 }
 
-/// Why a load failed, for the requests that joined it. The arena does not examine it.
+/// The error of a failed load, which the requests that joined the load get too. The arena does not examine the error.
 pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
-/// The end of a load that another request performs. It resolves to the failure, or to an error (the sender was dropped) when
-/// the load succeeded or was abandoned. Waiters resume in the order in which they came.
+/// Resolves at the end of a load that another request performs: to the failure if the load failed, and to an error (the sender
+/// was dropped) if the load succeeded or was abandoned. Waiters resume in the order in which they came.
 pub(crate) type PendingLoad = Shared<oneshot::Receiver<LoadFailure>>;
 
 /// A chunk that a request wants.
 #[derive(Clone)]
 pub(crate) struct Wanted {
-    /// Its index in the request.
+    /// The chunk's index in the request.
     pub(crate) index: u32,
     pub(crate) chunk: Chunk,
     pub(crate) info: ChunkInfo,
 }
 
-/// The result of claiming many chunks. A chunk for which there was no room does not appear in it.
+/// The result of claiming many chunks. A chunk for which there was no room does not appear in the result.
 #[derive(Default)]
 pub(crate) struct Claimed {
     /// Resident chunks, by index in the request.
@@ -130,7 +131,7 @@ impl Claimed {
 }
 
 impl Arena {
-    /// Creates an arena in `region`. Clients map it through a descriptor that cannot write, and read in `status_page` which
+    /// Creates an arena in `region`. Clients map the arena through a read-only descriptor, and see in `status_page` which
     /// leases still hold.
     pub(crate) fn new(region: Region, status_page: Arc<StatusPage>, deadlines: &Deadlines) -> io::Result<Self> {
         let reader = crate::store::read_only(region.file())?;
@@ -240,7 +241,7 @@ impl Arena {
         self.inner.waiting.load(Ordering::Relaxed) > 0
     }
 
-    /// Adds a chunk to the group of its owner, or to a new group if that one is full.
+    /// Adds a chunk to the group of its owner, or to a new group if that group is full.
     fn add_load(
         &self,
         table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>,
@@ -260,7 +261,7 @@ impl Arena {
         group.push(wanted, slot);
     }
 
-    /// Returns a slot of `len` bytes, if there is room or idle chunks can be evicted for it.
+    /// Returns a slot of `len` bytes, if there is room for it or idle chunks can be evicted to make room.
     fn allocate(&self, table: &mut Table<ChunkKey, ResidentChunk, PendingLoad>, len: u64) -> Option<Slot> {
         loop {
             if let Some(slot) = self.inner.region.slot(len) {
@@ -272,8 +273,8 @@ impl Arena {
         }
     }
 
-    /// Waits for a slot of `len` bytes; requests are served in the order in which they came. Meanwhile the holders of leases are
-    /// asked to release them, and the largest of those who do not respond loses its leases. Returns `None` after `limit`.
+    /// Waits for a slot of `len` bytes; requests are served in the order in which they came. Meanwhile the holders of leases
+    /// are asked to release them, and the largest holder that does not respond loses its leases. Returns `None` after `limit`.
     pub(crate) async fn slot_within(&self, len: u64, limit: Duration) -> Option<Slot> {
         let start = Instant::now();
         let deadline = start + limit;
@@ -285,7 +286,7 @@ impl Arena {
         let _waiting = Waiting::new(&self.inner);
         let _first = timeout_at(deadline, self.inner.queue.lock()).await.ok()?;
         loop {
-            // This is enabled before the attempt, so that a lease that ends right after the attempt still wakes us.
+            // The notification is enabled before the attempt, so that a lease that ends right after the attempt still wakes us.
             let idled = self.inner.idled.notified();
             tokio::pin!(idled);
             idled.as_mut().enable();
@@ -323,7 +324,8 @@ impl Arena {
     }
 }
 
-/// Counts a request that waits for room, until it is dropped. The last one to stop waiting ends the recall of leases.
+/// Counts a request as waiting for room, until this guard is dropped. When the last waiting request stops, the recall of leases
+/// ends.
 struct Waiting<'a>(&'a Inner);
 
 impl<'a> Waiting<'a> {

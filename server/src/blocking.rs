@@ -1,6 +1,5 @@
-//! Runs blocking work on threads other than the runtime's, which move messages. The server receives
-//! an implementation of [`Blocking`], so that a simulation can decide in which order such work
-//! proceeds.
+//! Runs blocking work on threads of its own, because the runtime's threads move messages and must not wait. The server receives
+//! an implementation of [`Blocking`], so that a simulation can decide in which order such work proceeds.
 
 use std::future::poll_fn;
 use std::pin::{Pin, pin};

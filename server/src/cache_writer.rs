@@ -1,6 +1,6 @@
 //! Caches other nodes' blocks on this node's drives while there is room. One task takes chunks as they arrive in the arena and
-//! writes many of them at once. Another task syncs what was written; only then can processes find the copies without sending a
-//! message.
+//! writes many of them at once. Another task syncs what was written. After the sync, processes can find the copies without
+//! sending a message.
 //!
 //! `store::cached_blocks` decides which blocks are cached. A chunk is verified again before it is written, because a copy on a
 //! drive is read in later epochs too.
@@ -60,8 +60,8 @@ impl CacheWriter {
         (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
     }
 
-    /// Enqueues a chunk to be cached, if its block is among those that this node caches. A chunk that arrives while too many
-    /// bytes wait is not cached this time.
+    /// Enqueues a chunk to be cached, if this node caches the chunk's block. A chunk that arrives while too many bytes wait is
+    /// not cached this time.
     pub(crate) fn enqueue(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: impl FnOnce() -> Option<Lease>) {
         if !dataset.should_cache(chunk.block) || self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max {
             return;
@@ -105,7 +105,7 @@ impl Written {
                 self.grew.notified().await;
             }
         };
-        // After the timeout the group is old enough, so both results mean the same.
+        // Both results mean that the group can be synced: it is large enough or, after the timeout, old enough.
         let _ = timeout(CACHE_SYNC_INTERVAL, is_large).await;
         std::mem::take(&mut *self.group())
     }
@@ -123,7 +123,7 @@ async fn sync_all(written: &Written, blocking: &dyn Blocking) {
             match blocking.run(move || dataset.sync_cached()).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => {
-                    tracing::warn!(dataset = id, %error, "a drive failed to sync copies of other nodes' blocks, which are dropped")
+                    tracing::warn!(dataset = id, %error, "a drive failed to sync copies of blocks; the copies are dropped")
                 }
                 Err(error) => tracing::warn!(dataset = id, %error, "cannot sync copies of other nodes' blocks"),
             }

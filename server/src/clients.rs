@@ -1,16 +1,16 @@
 //! Serves the processes of this node through a Unix socket that only the same user may use.
 //!
 //! Each connection is served by a [`Client`], which answers one request at a time. A process holds leases on memory of the
-//! arena through its connection. They end with the connection, or with the process that made it, even if a forked child has
-//! inherited the connection. The parts:
+//! arena through its connection. The leases end with the connection, or with the process that opened it, even if a forked child
+//! has inherited the connection. The parts:
 //!
 //! - `fetch_reply`: answers a fetch, in several messages as chunks arrive;
 //! - `control`: command-line commands: status, tune, stage-in, down;
 //! - `read_ahead`: fetches ahead of a process that reads a large file in order;
 //! - `socket`: messages on the socket.
 //!
-//! Invariants: a client that takes nothing for long loses its leases, and costs at most one message and one part of an
-//! answer in memory. A client that holds leases never waits for room in the arena, so clients cannot wait for each other.
+//! Invariants: a client that takes no message for a long time loses its leases. It costs memory for at most one message and one
+//! part of an answer. A client that holds leases never waits for room in the arena, so clients cannot wait for each other.
 
 mod control;
 mod fetch_reply;
@@ -130,7 +130,8 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
             let holder = context.arena.ledger().open(pid);
             let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
             tokio::select! {
-                // What counts is the end of the process, because a forked child may hold the connection open for longer.
+                // Serving stops when the process ends. It does not wait for the end of the connection, because a forked child
+                // may hold the connection open for longer.
                 () = exit_of(pid) => {}
                 served = client.serve() => if let Err(error) = served {
                     tracing::debug!(pid, %error, "the connection of a client failed");
@@ -146,7 +147,7 @@ struct Client {
     receiver: Receiver,
     sender: Sender,
     attachment: Attachment,
-    /// Holds the connection's leases. Dropping it revokes them, however the connection ends.
+    /// Holds the connection's leases. Dropping the holder revokes them, however the connection ends.
     holder: LeaseHolder<Lease>,
     context: Arc<ClientContext>,
     read_ahead: ReadAhead,

@@ -1,19 +1,20 @@
 //! The coordinator's part in stage-ins: plan, assign units, merge what was found, and publish on all nodes or on none.
 //!
-//! Node 0 is the coordinator. A stage-in that a user asks for on any node reaches it as a message ([`stage_in()`]), and its
-//! events go back one by one to the node that asked ([`subscriptions`]). The parts:
+//! Node 0 is the coordinator. A user may ask for a stage-in on any node. The request reaches the coordinator as a message
+//! ([`stage_in()`]), and the stage-in's events go back one by one to the node that asked ([`subscriptions`]). The parts:
 //!
-//! - `run`: one stage-in from its request to its end, with what may end it early;
+//! - `run`: carries out one stage-in from its request to its end, and watches for what may end it early;
 //! - `publication`: the requests to all nodes, from begin to settle or abort;
 //! - `stage_in`: the state of a stage-in that workers and nodes report to;
 //! - `conflicts`, `merge`: path conflicts, and the merge of all runs into the catalog;
 //! - `rates`, `distribution`: figures for the summary.
 //!
-//! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be canceled, by its user or by a
-//! failure on any node; from the commit on it is finished or undone. The targets of two running stage-ins never overlap.
+//! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be canceled, by its user or
+//! by a failure on any node; from the commit on, it is either finished or undone on all nodes. The targets of two running
+//! stage-ins never overlap.
 //!
-//! This module reads no source and stores no block: nodes do that, each in its [`crate::stage_in`]. It reaches nodes through
-//! messages only, this node included.
+//! This module reads no source and stores no block: nodes do that, each in its [`crate::stage_in`]. It reaches all nodes,
+//! including its own, only through messages.
 
 mod conflicts;
 mod distribution;
@@ -53,7 +54,7 @@ use subscriptions::Subscriptions;
 /// The node that coordinates stage-ins.
 const COORDINATOR: NodeId = NodeId(0);
 
-/// How many events may be on their way to a client. A slow client misses progress, but never the end.
+/// How many events may be on their way to a client. A slow client may miss progress events, but never the last event.
 pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
 
 /// The parts of a node that the coordinator uses.
@@ -68,7 +69,7 @@ pub(crate) struct CoordinatorContext {
     pub(crate) store: Arc<Store>,
     pub(crate) room: Arc<Room>,
     pub(crate) peers: Arc<Peers>,
-    /// This node's own parts, which take the finished catalog without a copy.
+    /// This node's own parts of stage-ins. They take the finished catalog without a copy.
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) blocking: Arc<dyn Blocking>,
 }
@@ -154,7 +155,8 @@ impl Coordinator {
 #[derive(Default)]
 struct Registry {
     running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,
-    /// Stage-ins that have become datasets. A node that missed this learns of it from the answer to its next report.
+    /// Stage-ins that have become datasets. A node that missed the request to settle learns the outcome from the answer to its
+    /// next report.
     published: Mutex<HashSet<u64>>,
 }
 
@@ -195,7 +197,7 @@ struct TargetClaim<'a> {
 }
 
 impl<'a> TargetClaim<'a> {
-    /// Claims a target, or returns the target of the stage-in that it conflicts with.
+    /// Claims a target, or returns the target that another stage-in has claimed and that overlaps this one.
     fn new(targets: &'a Mutex<Vec<Vec<u8>>>, target: &[u8]) -> Result<Self, Vec<u8>> {
         let mut claimed = targets.lock().unwrap_or_else(PoisonError::into_inner);
         let overlaps = |other: &&Vec<u8>| other == &target || is_below(other, target) || is_below(target, other);
@@ -224,7 +226,7 @@ mod tests {
     fn a_report_after_the_end_is_answered_with_the_outcome() {
         let registry = Registry::default();
         let report = || registry.report(5, NodeId(1), NodeReport::default());
-        assert_eq!(report(), CoordinatorReply::Abort, "a node that shows the dataset already must take it back");
+        assert_eq!(report(), CoordinatorReply::Abort, "a node that shows the dataset already must hide it again");
         registry.set_published(5);
         assert_eq!(report(), CoordinatorReply::Settle);
     }

@@ -1,22 +1,22 @@
 //! The read path. A chunk that a process asks for is on this node's drives, or in the arena, or is fetched from its owner.
 //!
 //! Requests for the same chunk are joined: one of them fetches it, and the others wait for that fetch. All chunks that a
-//! request needs from one owner are asked for in as few messages as [`FETCH_PART_LEN`] allows, and can be used as soon as
-//! their message has been answered.
+//! request needs from one owner are asked for in as few messages as [`FETCH_PART_LEN`] allows. Each chunk can be used as soon
+//! as the message that asked for it has been answered.
 //!
 //! # Parts
 //!
 //! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
 //! - [`PendingFetch`] is a request in flight.
-//! - [`verify`] checks the bytes that an owner sent against the catalog's checksums.
+//! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
 //! # Invariants
 //!
-//! - No process sees bytes that were not verified, and no such bytes are cached.
-//! - Every wait has a deadline: a request for room waits for `Deadlines::arena`, a message for `Deadlines::request`, and a
-//!   joined request ends with the fetch that it joined.
+//! - All bytes are verified before a process can see them, and before they are cached.
+//! - Every wait has a deadline: a request waits at most `Deadlines::arena` for room and at most `Deadlines::request` for the
+//!   answer to a message, and a joined request ends with the fetch that it joined.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
 //!   already has room for it. So requests cannot wait for each other in a cycle.
 //!
@@ -80,7 +80,7 @@ pub(crate) struct Fetcher {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Caching {
     OnArrival,
-    /// The caller enqueues each chunk once it has been read, with [`Fetcher::cache`].
+    /// The caller calls [`Fetcher::cache`] for each chunk that a process has read.
     ByCaller,
 }
 
@@ -113,7 +113,7 @@ impl PendingFetch {
         Some(std::mem::take(&mut self.ready))
     }
 
-    /// Leases on the chunks that were resident when the request started. Call this before [`Self::next`].
+    /// Returns leases on the chunks that were resident when the request started. Call this before [`Self::next`].
     pub(crate) fn leased(&self) -> impl Iterator<Item = (u32, &Lease)> {
         self.ready.iter().filter_map(|(index, fetched)| match fetched {
             Fetched::Leased(lease) => Some((*index, lease)),
@@ -165,8 +165,8 @@ impl Fetcher {
         self.owners.iter().map(OwnerCounter::get).collect()
     }
 
-    /// Starts to fetch chunks: as many of the first ones as `budget` bytes and the arena's room allow, but at least one. The
-    /// others do not appear in the results; the caller asks for them again.
+    /// Starts to fetch chunks, in order, as long as `budget` and the arena's room last, but at least one chunk. The remaining
+    /// chunks do not appear in the results; the caller asks for them again.
     ///
     /// Waits for room for the first chunk only. Only a client that holds no leases may call this.
     pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
@@ -184,7 +184,7 @@ impl Fetcher {
         self.start(dataset, ready, self.arena.claim_with(dataset, &first, slot), Caching::OnArrival)
     }
 
-    /// Like [`Self::begin`], but takes only room that is free at once, and none while other requests wait for room.
+    /// Like [`Self::begin`], but does not wait for room, and takes no room while other requests wait for it.
     pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
         let (ready, wanted) = look_up(dataset, chunks);
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::OnArrival)
@@ -197,7 +197,7 @@ impl Fetcher {
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::ByCaller)
     }
 
-    /// Caches a prefetched chunk that was read, if its block is among those that this node caches.
+    /// Caches a prefetched chunk that a process has read, if this node caches the chunk's block.
     pub(crate) fn cache(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
         self.cache_writer.enqueue(dataset, chunk, || Some(lease));
     }
@@ -264,8 +264,8 @@ impl Fetcher {
                         self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
-                    // Another attempt for this chunk alone may succeed: its owner's drive may
-                    // succeed, or the chunk may have been withdrawn while it was read.
+                    // Another attempt for this chunk alone may succeed: its owner's drive may return the bytes this time, or
+                    // the chunk may have been withdrawn while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
                 errors[number] = Some(read_error(&dataset, chunks[number], error));
@@ -293,7 +293,7 @@ impl Fetcher {
         fetched
     }
 
-    /// Asks an owner for chunks, one slot each, and verifies what it sends.
+    /// Asks an owner for chunks, with one slot for each, and verifies the bytes that the owner sends.
     async fn request(
         &self,
         owner: NodeId,
@@ -344,7 +344,7 @@ impl Fetcher {
     }
 }
 
-/// Separates the chunks that need no fetch from those that do.
+/// Separates the chunks that need no fetch from the chunks that need one.
 fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
     let mut ready = FetchedChunks::new();
     let mut wanted = Vec::with_capacity(chunks.len());
@@ -359,8 +359,8 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
     (ready, wanted)
 }
 
-/// Waits for a load that another request performs, and shares its failure. If the chunk was evicted again in the meantime, the
-/// result is empty, and the caller asks for it again.
+/// Waits for a load that another request performs, and shares its failure. If the chunk has already been evicted again, the
+/// result is empty, and the caller asks for the chunk again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
     // This wait is bounded by the deadlines of the request that loads the chunk.
     if let Ok(failure) = load.await {
@@ -369,7 +369,7 @@ async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, loa
     arena.find(&(dataset.id(), chunk)).map(|lease| (index, Fetched::Leased(lease))).into_iter().collect()
 }
 
-/// Fails all chunks of a group, for the requests that joined too.
+/// Fails all chunks of a group, both for this request and for the requests that joined the load.
 fn fail(dataset: &Dataset, group: LoadGroup, error: ReadError) -> FetchedChunks {
     let failed = group.fail(Arc::new(error.clone()));
     failed.into_iter().map(|(index, chunk)| (index, Fetched::Failed(read_error(dataset, chunk, error.clone())))).collect()

@@ -2,15 +2,15 @@
 //! and are then written together in shuffled order. So a process that reads a segment from front to back gets samples in random
 //! order at the speed of the drive.
 //!
-//! Each block gets a number when it arrives. The catalog names blocks by these arrival numbers, and a table in a file says where
-//! each of them lies.
+//! Each block gets a number when it arrives. The catalog names blocks by these arrival numbers, and a table in a file says
+//! where each block lies.
 //!
 //! # Parts
 //!
 //! - [`Ingest`]: everything that one stage-in ships to this node.
 //! - [`check`]: verifies blocks before they are stored.
 //! - [`write_buffer`]: the blocks that wait to be written to one drive.
-//! - [`arrival_table`]: positions by arrival number.
+//! - [`arrival_table`]: records the position of each block, by arrival number.
 //! - [`path_table`]: finds paths that rival sources have in common.
 //!
 //! # Invariants
@@ -85,8 +85,8 @@ pub(crate) enum IngestError {
 }
 
 impl Ingest {
-    /// Starts with no blocks. `buffer_len` is the memory for blocks that wait to be written, and `paths_len` the memory for the
-    /// table of paths. The table of positions lies on `drive`.
+    /// Creates an ingest without blocks. `buffer_len` is the memory for blocks that wait to be written, and `paths_len` the
+    /// memory for the table of paths. The table of positions lies on `drive`.
     pub(crate) fn new(
         segments: Arc<Segments>,
         drive: Arc<Drive>,
@@ -177,8 +177,8 @@ impl Ingest {
         for (rival, content) in paths {
             self.paths.record(rival, content);
         }
-        // The caller that filled the buffer writes it before its batch is acknowledged. So a slow drive slows down the workers
-        // that ship to it.
+        // The caller whose batch filled the buffer writes the buffer before the batch is acknowledged. So a slow drive slows
+        // down the workers that ship to it.
         for buffer in [other, full].into_iter().flatten() {
             self.write(buffer)?;
         }
@@ -201,7 +201,8 @@ impl Ingest {
         Ok(self.arrivals.finish(blocks)?)
     }
 
-    /// Reserves room on the drive of the current buffer, or else on the drive with the most room. Returns `None` if all are full.
+    /// Reserves room on the drive of the current buffer, or else on the drive with the most room. Returns `None` if all drives
+    /// are full.
     fn drive_for(&self, intake: &Intake, room: u64) -> Result<Option<u8>, IngestError> {
         let present = intake.buffer.as_ref().map(WriteBuffer::drive);
         for drive in present.into_iter().chain(self.segments.drives_by_room()) {
@@ -359,7 +360,7 @@ mod tests {
 
     /// SEMANTICS: "A failed sync is not retried, because a second sync would succeed and prove nothing."
     #[test]
-    fn an_error_of_any_call_fails_the_stage_in_for_good() {
+    fn a_failed_write_back_or_sync_fails_the_stage_in_for_good() {
         for call in 0..2 {
             let folder = tempfile::tempdir().unwrap();
             let failing = Arc::new(Failing::default());
@@ -371,7 +372,7 @@ mod tests {
             let stored = ingest.store(&[block(1000, 0)], slot(&region, &[0; 1000]), 1000).unwrap();
             assert!(matches!(stored, Stored::At(0)));
             [&failing.start, &failing.sync][call].store(true, Ordering::Relaxed);
-            // The kernel reports an error once, so the second call shows that we remember it.
+            // The kernel reports an error only once, so the second call shows that we remember it.
             for _ in 0..2 {
                 let message = ingest.finish().unwrap_err().to_string();
                 let folder = folder.path().to_str().unwrap();

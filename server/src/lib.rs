@@ -1,7 +1,8 @@
 //! The server: one node of a session. It holds its share of all blocks, fetches the rest from other nodes for the processes
 //! of its node, and takes part in stage-ins.
 //!
-//! [`Node`] is the composition. Each other module is a part that takes the parts it uses, and never the node:
+//! [`Node`] is the composition. Every other module is a part of the node. A part is given the parts that it uses, and never the
+//! node itself:
 //!
 //! | module | what it does | uses |
 //! |---|---|---|
@@ -28,7 +29,7 @@
 //!
 //! - Every wait has a deadline (`dayfly_meta::deadlines`), and every queue a bound (`dayfly_meta::limits`).
 //! - Work that waits for drives runs on [`blocking::Blocking`], never on a runtime thread.
-//! - A node asks itself as it asks any peer: `peers` has a loopback connection to the node's own
+//! - A node sends requests to itself in the same way as to any peer: `peers` has a loopback connection to the node's own
 //!   service. The one exception, for speed, is named in `stage_in::sink`.
 //!
 //! # What is not here
@@ -116,15 +117,15 @@ pub use node::{Node, StartError};
 pub struct Config {
     /// The session that the node belongs to.
     pub session: SessionId,
-    /// The session's key, which peers prove to each other.
+    /// The session's key. Peers prove to each other that they know it.
     pub key: Arc<Key>,
     /// Whether everything that travels between nodes is encrypted.
     pub encrypt: bool,
     /// This node's number.
     pub node: NodeId,
-    /// The address at which peers reach it; port 0 for any port.
+    /// The address at which peers reach this node; port 0 for any port.
     pub listen: SocketAddr,
-    /// How it reaches peers: RDMA or TCP, and over which card.
+    /// How this node reaches peers: RDMA or TCP, and over which card.
     pub network: Options,
     /// The session's folder, with mode 0700, which holds each node's socket and lock.
     pub runtime_dir: PathBuf,

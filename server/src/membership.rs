@@ -1,7 +1,7 @@
 //! How the nodes of a session join it and leave it.
 //!
-//! The roster and the agreed network travel down a tree: a node passes what it receives on to the nodes below it, so that no node
-//! has to reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
+//! The roster and the agreed network travel down a tree: each node forwards them to the nodes below it, so that no node has to
+//! reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
 //! must end too.
 
 use std::net::SocketAddr;
@@ -23,7 +23,7 @@ use crate::store::Store;
 #[derive(Debug, thiserror::Error)]
 #[error("{}", self.message())]
 pub struct JoinError {
-    /// The node that could not reach a peer, or could not use its answer.
+    /// The node that could not reach a peer, or could not use that peer's answer.
     node: NodeId,
     #[source]
     cause: PeerError,
@@ -72,9 +72,8 @@ impl Membership {
         Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
     }
 
-    /// Takes the roster, connects to peers, and has the nodes below do the same. Returns one
-    /// sentence for each pair of nodes that cannot reach each other over the network that was
-    /// tried.
+    /// Takes the roster, connects to peers, and makes the nodes below do the same. Returns one sentence for each pair of nodes
+    /// that cannot reach each other over the network that was tried.
     pub(crate) async fn join(&self, addresses: &[SocketAddr], agreement: Agreement) -> Result<Vec<String>, JoinError> {
         let span = tracing::info_span!("join", node = %self.node, nodes = addresses.len());
         async {
@@ -99,7 +98,7 @@ impl Membership {
         .await
     }
 
-    /// Uses the network that all nodes have agreed on, and has the nodes below do the same.
+    /// Uses the network that all nodes have agreed on, and makes the nodes below do the same.
     pub(crate) async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
         self.transport.agree(agreement.clone());
         self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)
@@ -113,8 +112,8 @@ impl Membership {
         try_join_all(asking).await
     }
 
-    /// Ends the session on all other nodes except `spared`, and frees what this node holds. The caller ends this node itself,
-    /// with [`Self::end`], once its answer has gone out.
+    /// Ends the session on all other nodes except `spared`, and frees the space that this node uses. The caller ends the
+    /// session on this node, with [`Self::end`], once the answer to the user has gone out.
     pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
         let others = self.peers.nodes().filter(|node| *node != self.node && !spared.contains(&node.0));
         let timeout = self.peers.deadlines().request;

@@ -32,7 +32,7 @@ use crate::stats::{ClientReads, Damage};
 use crate::status::StatusReporter;
 use crate::store::Store;
 
-/// Bytes of memory for runs and catalogs that arrive from peers, which do not belong in the arena.
+/// Bytes of memory for runs and catalogs that arrive from peers. They do not belong in the arena.
 const EXCHANGE_LEN: u64 = 8 << 20;
 const _: () = assert!(EXCHANGE_LEN >= 4 * BATCH_LEN_MAX as u64);
 
@@ -48,7 +48,7 @@ pub enum StartError {
     /// The listener for peers cannot be bound.
     #[error("cannot listen for other nodes at {address}: {error}")]
     Listen {
-        /// The wanted address.
+        /// The address at which the node was to listen.
         address: SocketAddr,
         /// The system's error.
         #[source]
@@ -65,7 +65,7 @@ pub enum StartError {
     },
 }
 
-/// Advances the heartbeat on the status page, which shows this node's processes that the server's runtime is alive.
+/// Advances the heartbeat on the status page, so that this node's processes can see that the server's runtime is alive.
 async fn advance_heartbeat(status_page: Arc<StatusPage>, interval: Duration) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -85,7 +85,7 @@ pub struct Node {
 /// The parts that end with the session. Dropping this closes all connections.
 struct Running {
     _peers: Serving,
-    /// Keeps the loopback alive, which refers to it weakly.
+    /// Keeps the service alive, because the loopback has only a weak reference to it.
     _service: Arc<dyn Service>,
     _clients: ClientListener,
     _tasks: JoinSet<()>,
@@ -229,7 +229,7 @@ impl NodeParts {
 }
 
 impl Node {
-    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach at once; they find datasets once
+    /// Opens the data dirs, binds the listener and starts to serve. Programs can attach immediately; they find datasets after
     /// the node has [joined](Self::join) its session.
     ///
     /// # Errors
@@ -238,7 +238,7 @@ impl Node {
         Self::start_over(config, |transport| transport).await
     }
 
-    /// Like [`Self::start`], over a transport that `decorate` wraps, which tests use to inject faults.
+    /// Like [`Self::start`], but `decorate` wraps the transport. Tests use this to inject faults.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -255,8 +255,8 @@ impl Node {
         Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
     }
 
-    /// Like [`Self::start`], on a transport that is already open, over which peers reach this node
-    /// at `address`. Blocking work runs on `blocking`.
+    /// Like [`Self::start`], but with a transport that is already open. Peers reach this node at `address`. Blocking work runs
+    /// on `blocking`.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -311,7 +311,7 @@ impl Node {
         self.parts.membership.join(roster, agreement).await
     }
 
-    /// Uses the network that all nodes have agreed on, and passes it on to the nodes below in the tree.
+    /// Uses the network that all nodes have agreed on, and passes the agreement on to the nodes below in the tree.
     ///
     /// # Errors
     /// A node below cannot be reached.

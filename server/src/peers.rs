@@ -1,11 +1,11 @@
-//! The nodes of the session as one node sees them: their addresses, and a way to ask each of them something.
+//! The nodes of the session as one node sees them: their addresses, and a way to send requests to each of them.
 //!
-//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For this very
-//! node it holds a [`Loopback`], a connection that calls the local service. Asking oneself is therefore the same as asking a peer:
-//! the same messages, the same deadlines and the same errors, and no caller distinguishes the two.
+//! [`Peers`] holds the roster and one [`Dialer`] for each other node, which connects when the node is first needed. For its own
+//! node it holds a [`Loopback`], a connection that calls the local service. A request to its own node therefore works like a
+//! request to a peer, with the same messages, deadlines and errors, and no caller distinguishes the two.
 //!
-//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward it. The loopback refers
-//! to the service weakly, so that it does not keep a closed node alive.
+//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward that deadline. The
+//! loopback has only a weak reference to the service, so that the loopback does not keep a closed node alive.
 //!
 //! This module knows messages, not what they mean: what a peer does with a request is up to [`crate::service`].
 
@@ -65,8 +65,8 @@ pub(crate) enum PeerError {
 }
 
 impl PeerError {
-    /// Converts the error for an answer to another node. A peer's rejection keeps its kind; most other errors mean that a
-    /// peer failed.
+    /// Converts the error into the rejection with which this node answers another node. A peer's rejection keeps its kind; most
+    /// other errors mean that a peer failed.
     pub(crate) fn into_rejection(self) -> Rejection {
         let kind = match &self {
             Self::Rejected { rejection, .. } => rejection.kind,
@@ -85,7 +85,7 @@ pub(crate) struct Peers {
     transport: Arc<dyn Transport>,
     roster: OnceLock<Vec<Dialer>>,
     loopback: OnceLock<Arc<Loopback>>,
-    /// Memory for the bytes of runs and catalogs, which do not belong in the arena.
+    /// Memory for the bytes of runs and catalogs. These bytes do not belong in the arena.
     exchange: Region,
     damage: Arc<Damage>,
     deadlines: Deadlines,
@@ -112,7 +112,7 @@ impl Peers {
         &self.deadlines
     }
 
-    /// Has requests to this very node answered by its own service.
+    /// Makes this node's service answer the requests that the node sends to itself.
     pub(crate) fn set_loopback(&self, address: SocketAddr, service: Weak<dyn Service>, blocking: Arc<dyn Blocking>) {
         // A node has one service for its whole life, so a second call would set the same one.
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
@@ -146,8 +146,8 @@ impl Peers {
         self.roster.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Returns whether a connection to the node was lost, and no new one has been made. A dial in progress is not a loss: the next
-    /// call sees its outcome.
+    /// Returns whether the connection to the node was lost and has not been replaced. While the node is being dialed, it does
+    /// not count as lost; a later call sees the outcome of the dial.
     pub(crate) fn is_lost(&self, node: NodeId) -> bool {
         node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
     }
@@ -162,18 +162,18 @@ impl Peers {
         let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
         let dialer = roster.get(node.index()).ok_or(PeerError::NotAMember(node))?;
         let connection = dialer.connection(&self.transport, limit / 4 * 3).await?;
-        // A connection that already existed takes no time.
+        // If this took no noticeable time, the connection already existed, and the request gets all of `limit`.
         let took = start.elapsed();
         let left = if took < self.deadlines.look_interval { limit } else { limit.saturating_sub(took).max(limit / 4) };
         Ok((connection, left))
     }
 
-    /// Sends a request whose answer is a message alone.
+    /// Sends a request whose answer is only a message, without bulk bytes.
     pub(crate) async fn ask<R: RequestKind>(&self, node: NodeId, request: R, timeout: Duration) -> Result<R::Reply, PeerError> {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
     }
 
-    /// Sends a request whose answer's bytes land in `slots`. Fails if any of them cannot be read.
+    /// Sends a request, and receives the answer's bytes in `slots`. Fails unless the peer could read all of the bytes.
     pub(crate) async fn pull<R: RequestKind>(
         &self,
         node: NodeId,
@@ -185,7 +185,7 @@ impl Peers {
         if pulled.unread.pieces.is_empty() { Ok((reply, pulled)) } else { Err(unread(node, &pulled.unread)) }
     }
 
-    /// Like [`Self::pull`], but leaves it to the caller to look for pieces that the peer could not read.
+    /// Like [`Self::pull`], but succeeds even if the peer could not read some pieces. The caller must look for those.
     pub(crate) async fn pull_pieces<R: RequestKind>(
         &self,
         node: NodeId,
@@ -212,7 +212,7 @@ impl Peers {
     }
 }
 
-/// Returns the error of pieces that a peer could not read.
+/// Returns the error for pieces that a peer could not read.
 pub(crate) fn unread(node: NodeId, unread: &Unread) -> PeerError {
     PeerError::Unread { node, reason: unread.reason.clone() }
 }

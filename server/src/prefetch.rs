@@ -1,9 +1,9 @@
 //! Prefetch: fetches blocks ahead of readers that have sent the order in which they will read samples.
 //!
-//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the
-//! order. From the arena's marks it learns which of them were read; it releases those and fetches
-//! the same number of new ones. A controller uses feedback to decide how far the task reads ahead,
-//! and with how many requests at once, within the limits of the policy (`dayfly tune --prefetch`).
+//! Each order has one task. The task keeps leases on a *window* of chunks that come next in the order. From the arena's marks
+//! it learns which of these chunks were read; it releases those and fetches the same number of new ones. A controller uses
+//! feedback to decide how far the task reads ahead, and with how many requests at once, within the limits of the policy
+//! (`dayfly tune --prefetch`).
 //!
 //! # Parts
 //!
@@ -16,12 +16,13 @@
 //! # Invariants
 //!
 //! - All orders together lease at most three quarters of the arena. The rest is for requests of processes.
-//! - While a request of a process waits for room, an order allocates none, and shrinks its window.
-//! - If nothing in an order is read for `Deadlines::order_idle`, it releases its whole window until something is read again.
+//! - While a request of a process waits for room, an order takes no new room, and shrinks its window.
+//! - If nothing in an order is read for `Deadlines::order_idle`, the order releases its whole window until something is read
+//!   again.
 //! - A chunk that a process itself requested does not enter the window.
 //!
-//! Prefetch never reports errors: a chunk that cannot be fetched fails again for its reader, who gets the error then. It does
-//! not cache blocks; it passes each chunk that was read to the fetcher, which does.
+//! Prefetch never reports errors: if a chunk cannot be prefetched, its reader requests it later, and gets the error then.
+//! Prefetch does not cache blocks; it passes each chunk that was read to the fetcher, which caches the chunk.
 
 mod controller;
 mod order;
@@ -48,7 +49,7 @@ pub(crate) struct Prefetcher {
     fetcher: Arc<Fetcher>,
     /// How long an order may stay unread before it releases its window ([`Deadlines`]).
     order_idle: Duration,
-    /// The same, while a request waits for room ([`Deadlines`]).
+    /// The same limit while a request waits for room ([`Deadlines`]).
     recall: Duration,
     policy: Mutex<Policy>,
     orders: Mutex<Vec<Weak<SharedOrder>>>,
@@ -133,8 +134,8 @@ impl Prefetcher {
         }
     }
 
-    /// Records that a process asked for chunks that were not on this node. If they belong to an order, its prefetch was too
-    /// late for them.
+    /// Records that a process asked for chunks that were not on this node. If the dataset has an order, prefetch was too late
+    /// for these chunks.
     pub(crate) fn note_demand<'a>(&self, dataset: DatasetId, chunks: impl Iterator<Item = &'a Chunk> + Clone) {
         let count = chunks.clone().count() as u64;
         let mut orders = self.orders();
@@ -153,7 +154,7 @@ impl Prefetcher {
     }
 
     /// Reads ahead along an order until its end, or until the future is dropped. At most [`ORDERS_MAX`] orders run at once;
-    /// further ones wait.
+    /// further orders wait.
     pub(crate) async fn run(self: Arc<Self>, dataset: Arc<Dataset>, samples: SampleOrder) {
         let Ok(_permit) = self.permits.acquire().await else { return };
         let order = Arc::new(SharedOrder::new(dataset.id()));

@@ -29,7 +29,7 @@ struct Process {
     connections: usize,
 }
 
-/// One connection of an attached process. The process keeps its slot until the last of them is dropped.
+/// One connection of an attached process. The process keeps its slot until the last of its attachments is dropped.
 pub(crate) struct Attachment {
     processes: Arc<Processes>,
     counters: Arc<Counters>,
@@ -61,8 +61,8 @@ impl Processes {
         Attachment { processes: self.clone(), counters: counters.clone(), pid, slot: process.slot }
     }
 
-    /// Returns how many processes are attached, those that read most, and what all processes have read since the session
-    /// began.
+    /// Returns how many processes are attached, the processes that have read most, and what all processes have read since the
+    /// session began.
     pub(crate) fn status(&self, counters: &Counters) -> (u64, Vec<ClientStatus>, [Reads; SOURCES]) {
         let table = self.table();
         let mut all = table.detached_reads;

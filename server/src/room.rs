@@ -1,7 +1,7 @@
-//! Room on this node's drives: what stage-ins need, and what cached blocks may use of the rest.
+//! Manages the room on this node's drives: stage-ins get what they need, and cached blocks may use the rest.
 //!
-//! Cached blocks are copies of other nodes' blocks. They give way: a stage-in that finds no room calls
-//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks), which evict cached
+//! Cached blocks are copies of other nodes' blocks. They give way to stage-ins: a stage-in that finds no room calls
+//! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks). Both evict cached
 //! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
 //! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. The room of cached blocks is
@@ -28,10 +28,10 @@ use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
 
 /// How often to check whether processes still have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
-/// A stage-in that needs room gets at least this part of the node's capacity at a time: searching all cached blocks for
-/// each batch would take longer than writing the batch.
+/// A stage-in that needs room gets at least the node's capacity divided by this, because searching all cached blocks for each
+/// batch would take longer than writing the batch.
 const ROOM_STEPS: u64 = 64;
-/// How many times the amount to evict doubles within one call. After that, everything is evicted.
+/// The amount to evict doubles in each round of one call, at most this many times. By then, it exceeds all cached blocks.
 const ROUNDS_MAX: u32 = 16;
 
 /// Why room could not be made.
@@ -69,7 +69,7 @@ pub(crate) struct Room {
     stage_ins: AtomicUsize,
 }
 
-/// A stage-in that needs room. While any exists, nothing more is cached.
+/// A stage-in that needs room. While any guard exists, nothing more is cached.
 pub(crate) struct StageInGuard(Arc<Room>);
 
 impl Drop for StageInGuard {
@@ -105,8 +105,8 @@ impl Room {
         }
     }
 
-    /// Evicts cached blocks, because a stage-in found no room for `bytes`, and evicts somewhat more
-    /// than that. Returns whether another attempt is worth it.
+    /// Evicts cached blocks, because a stage-in found no room for `bytes`. It evicts more than `bytes`, so that the next
+    /// batches find room too. Returns whether another attempt may succeed.
     pub(crate) async fn make_room(self: &Arc<Self>, bytes: u64) -> Result<bool, RoomError> {
         let _alone = self.planning.lock().await;
         let (has_room, missing) =
@@ -135,10 +135,10 @@ impl Room {
         self.evict(missing).await.map(drop)
     }
 
-    /// Stops caching, because a stage-in needs the room, until [`Self::plan_cache`] finds no stage-in.
+    /// Stops caching, because a stage-in needs the room. Caching resumes when [`Self::plan_cache`] finds no stage-in.
     pub(crate) fn pause_caching(&self) {
         self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
-        // As long as cached blocks can be evicted, the stage-in's blocks leave the last part of a file system free.
+        // As long as cached blocks can be evicted, the stage-in's blocks do not use the headroom.
         self.store.protect_headroom(self.store.cached_room() > 0);
     }
 
@@ -156,11 +156,11 @@ impl Room {
         });
         let (threshold, has_withdrawn) = planned.await?;
         if has_withdrawn {
-            // Blocks that processes still have views of are freed by the next plan.
+            // If processes still have views of withdrawn blocks, the next plan frees these blocks.
             self.free_withdrawn().await?;
         }
         if self.has_stage_in() {
-            // Stage-ins need the room. The last one to end calls this again.
+            // Stage-ins need the room. When the last of them ends, it calls this function again.
             return Ok(());
         }
         self.store.release_headroom();

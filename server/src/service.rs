@@ -1,10 +1,9 @@
 //! Handles the requests of a node's peers, and the node's own.
 //!
-//! A request is decoded once and goes to the file of its kind: [`reads`], [`offers`], [`coordination`], [`stage_ins`] or
-//! [`administration`]. Each kind has its own parts of the node, its own messages
-//! ([`dayfly_meta::wire::peer`]) and its own errors, which become typed
-//! [`Rejection`](dayfly_meta::wire::peer::Rejection)s. Nothing is decided in this
-//! module: handlers translate messages into calls.
+//! A request is decoded once and passed to the handler for its kind: [`reads`], [`offers`], [`coordination`], [`stage_ins`] or
+//! [`administration`]. Each handler holds only the parts of the node that it needs. It has its own messages
+//! ([`dayfly_meta::wire::peer`]) and its own errors, which become typed [`Rejection`](dayfly_meta::wire::peer::Rejection)s.
+//! Nothing is decided in this module: handlers translate messages into calls.
 
 mod administration;
 mod coordination;

@@ -1,7 +1,7 @@
 //! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
 //!
-//! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives it with requests:
-//! begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
+//! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives each part with
+//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
 //!
 //! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
 //! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
@@ -9,12 +9,12 @@
 //! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
 //! - `memory`: divides the node's memory for stage-ins.
 //!
-//! Invariants: a part ends exactly once, when it is removed from [`NodeStageIns`]. Then it is either settled (the dataset stays) or
-//! aborted (nothing stays). Once the dataset is visible here, only the coordinator may take that back, because other nodes may show
-//! it too. No worker keeps waiting once its stage-in has been canceled.
+//! Invariants: a part ends exactly once, when it is removed from [`NodeStageIns`]. Then it is either settled (the dataset
+//! stays) or aborted (nothing stays). Once the dataset is visible here, only the coordinator may hide it again, because other
+//! nodes may show it too. No worker keeps waiting once its stage-in has been canceled.
 //!
-//! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`], which it
-//! knows only as a peer that it asks.
+//! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`]. This module
+//! only exchanges messages with the coordinator, as with any peer.
 
 mod error;
 mod landing;
@@ -97,7 +97,7 @@ pub(crate) struct StageInOrder {
     pub(crate) seed: u64,
     /// Source bytes that this node may read per second.
     pub(crate) max_rate: Option<u64>,
-    /// Free bytes on each node, in order.
+    /// Free bytes on each node, in the order of node numbers.
     pub(crate) capacities: Vec<u64>,
 }
 
@@ -147,7 +147,8 @@ impl NodeStageIns {
         !self.running().is_empty()
     }
 
-    /// Returns a dataset that other nodes may show while this one does not: one that is prepared, or one that was replaced.
+    /// Returns a dataset that other nodes may show while this node does not: one that is prepared here, or one that was
+    /// replaced here.
     pub(crate) fn dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let datasets = |stage_in: Arc<NodeStageIn>| {
             let publication = stage_in.publication();
@@ -203,7 +204,7 @@ pub(crate) struct NodeStageIn {
     /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
-    /// Set together with the monitor's flag: ends the waits of workers at once.
+    /// Set together with the monitor's flag. Workers that are waiting then stop waiting at once.
     cancelled: SetOnce<()>,
     tasks: Mutex<JoinSet<()>>,
 }
@@ -272,7 +273,7 @@ impl NodeStageIn {
         self.context.deadlines()
     }
 
-    /// Ends the workers at their next step, and each of their waits at once.
+    /// Makes the workers end at their next step. A worker that is waiting stops waiting at once.
     fn cancel(&self) {
         self.monitor.cancel();
         // A stage-in may be canceled more than once.
@@ -317,7 +318,7 @@ impl NodeStageIn {
         read_some(&catalog, drive, offset, room.min(len.saturating_sub(offset)))
     }
 
-    /// Ends all tasks and waits of the stage-in.
+    /// Stops the workers and all tasks of the stage-in. A call of [`Self::finish`] that waits for the workers fails.
     fn stop(&self) {
         self.cancel();
         self.runs.send_if_modified(|runs| {

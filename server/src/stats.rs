@@ -45,8 +45,8 @@ impl OwnerCounter {
         self.busy_us.fetch_add(took.as_micros() as u64, Ordering::Relaxed);
     }
 
-    /// Counts a request that failed. Returns the number of failures when it is a power of two: only those are logged, so that
-    /// a lost owner does not fill the log.
+    /// Counts a request that failed. Returns the number of failures if this failure is to be logged. Only the first, second,
+    /// fourth, eighth failure and so on is logged, so that a lost owner does not fill the log.
     pub(crate) fn add_failure(&self) -> Option<u64> {
         let failures = self.failures.fetch_add(1, Ordering::Relaxed) + 1;
         failures.is_power_of_two().then_some(failures)
@@ -78,7 +78,7 @@ impl Damage {
         }
     }
 
-    /// Like [`Self::record`], for a copy that its drive could not read.
+    /// Like [`Self::record`], for a copy that could not be read from its drive.
     pub(crate) fn record_unreadable(&self, hop: Hop, owner: NodeId, what: impl Display, error: &io::Error) {
         let count = self.counts[hop as usize].fetch_add(1, Ordering::Relaxed) + 1;
         if count.is_power_of_two() {

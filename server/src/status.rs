@@ -95,7 +95,8 @@ impl StatusReporter {
     /// Returns the space that the files of datasets and stage-ins take, as their file systems count it.
     fn taken_bytes(&self) -> u64 {
         let datasets = self.store.datasets();
-        // A stage-in's segments become its dataset's when it is published, so each file counts once.
+        // While a stage-in publishes its dataset, the stage-in and the dataset share their segments. The map counts each file
+        // only once.
         let files: HashMap<*const File, Arc<File>> = datasets
             .iter()
             .flat_map(|dataset| dataset.segments().files().chain([dataset.catalog_file()]))

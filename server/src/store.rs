@@ -1,6 +1,5 @@
-//! What this node stores: its drives, and the datasets that are visible on it, each with a catalog, a locations table and
-//! segments. All of these are unnamed files or anonymous memory, so nothing is left behind when the server ends, even when it
-//! is killed.
+//! What this node stores: its drives and its visible datasets. Each dataset has a catalog, a locations table and segments. All
+//! of these are unnamed files or anonymous memory, so nothing is left behind when the server ends, even when it is killed.
 //!
 //! # Parts
 //!
@@ -9,19 +8,21 @@
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.
-//! - [`write_back`]: getting written bytes onto the drive, and remembering what the drive lost.
+//! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
 //!
 //! # Invariants
 //!
-//! - A block's location on a drive is published only after a sync has covered its bytes, and is withdrawn before its room is
-//!   reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another block.
+//! - A block's location on a drive is published only after a sync has covered the block's bytes, and is withdrawn before the
+//!   block's room is reused or freed. A reader checks the location after it has copied, so it never accepts bytes of another
+//!   block.
 //! - Room is reserved before it is written, so a stage-in learns that a drive is full before it takes a batch.
 //! - Cached blocks lie after all blocks that the node owns. An offset at which a cached block lay is never used again.
-//! - After one failed write-back call, a drive's file is never trusted again: a later sync that succeeds proves nothing.
+//! - After one write-back call on a file has failed, that file is never trusted again: a later sync that succeeds proves
+//!   nothing.
 //!
-//! The store does not talk to other nodes, and does not decide how much is cached or when copies are evicted (the server's
-//! policy does). Its calls may wait for a drive, so they must not run on a runtime thread unless they only read memory.
+//! The store does not talk to other nodes, and does not decide how much is cached or when copies are evicted (`room` does). Its
+//! calls may wait for a drive, so they must not run on a runtime thread unless they only read memory.
 
 mod cached_blocks;
 mod dataset;
@@ -85,7 +86,8 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Opens the data dirs. `capacity` applies to all of them together, and is divided among them by their free room.
+    /// Opens the data dirs. `capacity` applies to all of them together, and is divided among them in proportion to their free
+    /// room.
     pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
         let status_page_file = shared_file("dayfly-status-page", status_page::FILE_LEN)?;
         let counters_file = shared_file("dayfly-counters", status_page::COUNTERS_LEN)?;
@@ -126,14 +128,14 @@ impl Store {
         by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
     }
 
-    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that
-    /// is more. Returns the largest number of these bytes that any drive lacks.
+    /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns how many of
+    /// these bytes are missing on the drive that lacks the most.
     pub(crate) fn headroom_missing(&self, bytes: u64) -> u64 {
         self.drives.iter().map(|drive| drive.headroom_missing(bytes)).max().unwrap_or(0)
     }
 
-    /// Makes segments leave the headroom free, or lets them use it. They must leave it as long as cached blocks can be evicted
-    /// instead.
+    /// Makes segments leave the headroom free, or lets them use it. Segments must leave it free as long as cached blocks can be
+    /// evicted instead.
     pub(crate) fn protect_headroom(&self, is_protected: bool) {
         self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
@@ -209,9 +211,8 @@ impl Store {
         Ok(None)
     }
 
-    /// Makes a dataset visible and hides the one that it replaces, which is returned. From then on,
-    /// clients find the new dataset. Bytes that they copy out of the old one are not used: such a
-    /// read fails with `EIO`.
+    /// Makes a dataset visible. Hides and returns the dataset that it replaces, if any. From then on, clients find the new
+    /// dataset. Bytes that they copy out of the old one are not used: such a read fails with `EIO`.
     pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
         let replaced = replaces.and_then(|id| datasets.remove(&id));

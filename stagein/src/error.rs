@@ -163,7 +163,7 @@ pub enum StageInError {
     /// A temporary file on a data dir failed.
     #[error("cannot use a temporary file of the stage-in: {0}")]
     TempFile(#[source] io::Error),
-    /// A node did not store the blocks it was sent.
+    /// A node did not store the blocks that were sent to it.
     #[error("cannot store blocks on node {node}: {cause}")]
     Ship {
         /// The blocks' owner.
@@ -233,7 +233,7 @@ impl StageInError {
         }
     }
 
-    /// Returns the message for the list of what `--keep-going` skipped.
+    /// Returns the error's message as it appears in the list of what `--keep-going` skipped.
     pub(crate) fn skip_note(&self) -> String {
         let message = self.to_string();
         match message.strip_suffix(KEEP_GOING_ADVICE).and_then(|rest| rest.rsplit_once("; ")) {
@@ -255,8 +255,8 @@ fn of_contents(is_decompressed: bool) -> &'static str {
     if is_decompressed { " of its decompressed contents" } else { "" }
 }
 
-/// Returns whether an error came from the system, perhaps by way of a decoder, rather than from the contents
-/// of the bytes.
+/// Returns whether the system reported this error. A decoder may have wrapped the system's error. Other
+/// errors mean that the bytes themselves are wrong.
 pub(crate) fn is_of_system(error: &io::Error) -> bool {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {
@@ -274,7 +274,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_of_the_system_are_told_from_errors_in_the_bytes_and_notes_have_no_advice() {
+    fn system_errors_differ_from_damaged_bytes_and_skip_notes_have_no_advice() {
         let system = || io::Error::from_raw_os_error(5);
         let wrapped = io::Error::other(StageInError::TempFile(io::Error::other(system())));
         assert!(is_of_system(&system()) && is_of_system(&io::Error::other(system())) && is_of_system(&wrapped));

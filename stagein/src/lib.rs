@@ -11,7 +11,7 @@
 //! | [`unit_ledger`] | assigns units to workers, and decides which results count | the coordinator |
 //! | [`pipeline`] | reads a unit, cuts and places its samples, ships their blocks to a [`pipeline::Sink`] | every worker |
 //! | [`runs`] | stores the members found, sorted by path, in temporary files; merges these files | workers; the coordinator |
-//! | [`path_conflicts`] | notices early that two rival sources have the same path | owners and workers |
+//! | [`path_conflicts`] | notices early that samples of rival sources have the same path | owners and workers |
 //! | [`progress`] | counts, shows and cancels a stage-in's work on a node, and limits its read rate | all of them |
 //! | [`error`] | says what went wrong, in which source, and what to do | all of them |
 //!
@@ -54,7 +54,7 @@
 //! use dayfly_stagein::runs::RunWriter;
 //! use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
 //!
-//! /// Stores every batch at once. It refuses large blocks, which would come in pieces.
+//! /// Stores each batch immediately. It refuses large blocks, which would come in pieces.
 //! #[derive(Default)]
 //! struct MemorySink {
 //!     delivered: VecDeque<Delivery<Vec<u8>>>,
@@ -109,7 +109,7 @@
 //! let path = folder.path().join("tiny.tar");
 //! std::fs::write(&path, [&header[..], b"hello", &[0; 507 + 1024]].concat())?;
 //!
-//! // The coordinator plans the stage-in, and keeps its units in a ledger.
+//! // The coordinator plans the stage-in, and keeps the units in a ledger.
 //! let selection = Selection::default();
 //! let patterns = [path.into_os_string().into_encoded_bytes()];
 //! let request = PlanRequest { patterns: &patterns, selection: &selection, seed: 7, workers: 1 };

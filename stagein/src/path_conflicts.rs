@@ -44,12 +44,13 @@ impl SuspectPaths {
         std::mem::take(&mut *lock(&self.sightings))
     }
 
-    /// Tells a worker whether the suspects have changed since it last looked.
+    /// Returns a number that changes with the list of suspects, so that a worker can tell whether
+    /// the list has changed since the last check.
     pub(crate) fn generation(&self) -> u64 {
         self.generation.load(Ordering::Acquire)
     }
 
-    /// Records a sighting for every suspect whose path hash this member has.
+    /// Records a sighting for every suspect whose path hash equals this member's path hash.
     pub(crate) fn check(&self, member: &Member) {
         let MemberKind::File { size, checksums, .. } = &member.kind else { return };
         let suspects = lock(&self.suspects);

@@ -4,11 +4,12 @@
 //! A [`Worker`] runs on a thread of its own, and its calls block that thread. It works on one unit
 //! at a time:
 //!
-//! - The files below `pipeline/` read one kind of unit each: `range` a range of a plain tar,
-//!   `archive` the members of any tar, `zip` part of a zip, `nested` archives within archives, and
-//!   `read` files of a directory tree.
-//! - Each sample goes through `shipping`: every block is placed on the ring by its sample's path,
-//!   and its bytes are read straight into its owner's open batch. Full batches go to the [`Sink`].
+//! - The files below `pipeline/` read the different kinds of sources: ranges of plain tars
+//!   (`range`), the members of any tar (`archive`), parts of zips (`zip`), archives within archives
+//!   (`nested`), and files of directory trees (`read`).
+//! - Each sample goes through `shipping`: the sample's path places every block on the ring, and the
+//!   block's bytes are read straight into the open batch for the block's owner. Full batches go to
+//!   the [`Sink`].
 //! - Once all of a member's blocks are stored, the member goes to a sorted run ([`crate::runs`]),
 //!   with the numbers that the owners gave to the blocks.
 //!
@@ -93,8 +94,8 @@ pub struct Worker<S: Sink> {
     reading: Duration,
     /// How long this thread has waited for the sink in the current call of [`Self::run`].
     shipping: Duration,
-    /// Copies, outside the sink's memory, of batches that their owners had no room for. Their
-    /// blocks need new owners.
+    /// Copies of batches for which the owners had no room. The copies are outside the sink's
+    /// memory, and the blocks in them need new owners.
     returned: VecDeque<Batch<Box<[u8]>>>,
 }
 
@@ -106,12 +107,13 @@ struct CurrentUnit {
     counts: Counts,
     /// Source bytes that have been read for the unit so far.
     source_bytes: u64,
-    /// Whether its members may still turn out not to count. Until the unit ends, they must not be
-    /// reported as sightings of suspect paths.
+    /// Whether the unit's members may still be rejected or withdrawn. Until the unit ends, they
+    /// must not be reported as sightings of suspect paths.
     is_uncertain: bool,
-    /// Whether some of its members are already in a run and can no longer be discarded.
+    /// Whether some of the unit's members are already in a run and can no longer be discarded.
     has_flushed: bool,
-    /// Whether its source changed, so that none of its members may count.
+    /// Whether the unit's source changed, so that the catalog must contain none of the unit's
+    /// members.
     withdrawn: bool,
 }
 
@@ -167,7 +169,8 @@ impl<S: Sink> Worker<S> {
             let CurrentUnit { source_bytes, withdrawn, .. } = self.unit;
             let mut counts = std::mem::take(&mut self.unit.counts);
             // The notes of all units together must fit in one message, so the first report carries
-            // the counts of all. A range, whose counts may be rejected, is always assigned alone.
+            // the counts and notes of all units. Counts that may be rejected are not mixed with
+            // others, because a range is always assigned alone.
             if let Some(first) = reports.first_mut() {
                 first.counts.add(std::mem::take(&mut counts));
             }
@@ -213,8 +216,8 @@ impl<S: Sink> Worker<S> {
         self.runs.for_each(&mut check).map_err(StageInError::TempFile)
     }
 
-    /// With `--keep-going`, counts and notes an error that concerns only one source or member.
-    /// Returns every other error.
+    /// With `--keep-going`, counts an error that concerns only one source or member, and adds a
+    /// note about it. Returns every other error.
     fn skip_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         if self.monitor.is_cancelled() {
             return Err(StageInError::Cancelled);

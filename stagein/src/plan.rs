@@ -35,7 +35,8 @@ use crate::progress::ProgressMonitor;
 pub struct StageInPlan {
     /// All sources, in order. Units refer to them by index.
     pub sources: Vec<Source>,
-    /// For each source, its rivals: sources that must not contain the same path.
+    /// For each source, its rivals: the other sources that must not contain any path that this
+    /// source contains.
     pub rivalries: Vec<Rivalry>,
     /// The units of work for the workers.
     pub units: UnitQueue,
@@ -58,15 +59,15 @@ pub struct StageInPlan {
 
 /// A plain tar that is split into ranges.
 pub struct SplitTar {
-    /// Index of its source.
+    /// Index of the tar's source.
     pub source: u32,
     /// Path of the archive.
     pub path: Vec<u8>,
     /// The file's version when it was split. A worker that finds another version fails.
     pub version: Version,
-    /// The directory in the dataset below which its members are placed.
+    /// The directory in the dataset below which the tar's members are placed.
     pub prefix: Vec<u8>,
-    /// The rivals of its source.
+    /// The rivals of the tar's source.
     pub rivalry: Rivalry,
     /// Start and end of each range, in order. The last one ends at `u64::MAX`.
     pub ranges: Vec<(u64, u64)>,

@@ -101,7 +101,7 @@ impl ProgressMonitor {
         self.large_window.acquire(|| self.is_cancelled())
     }
 
-    /// Counts one sample of `bytes`.
+    /// Counts one sample that has this many bytes.
     pub(crate) fn count_file(&self, bytes: u64) {
         self.files.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);

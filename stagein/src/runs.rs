@@ -37,7 +37,7 @@ impl RunWriter {
         Self { temp_file, len_max, pending: Vec::new(), pending_len: 0, runs: Vec::new() }
     }
 
-    /// Returns the maximum length of members that are held in memory, in bytes.
+    /// Returns how many bytes of members may be held in memory.
     pub(crate) fn len_max(&self) -> usize {
         self.len_max
     }
@@ -113,7 +113,7 @@ impl Read for RunReader<'_> {
     }
 }
 
-/// Merges sorted runs into one sorted stream of members. It ends after the first error.
+/// Merges sorted runs into one sorted stream of members. The stream ends after the first error.
 pub struct Merge<R> {
     runs: Vec<R>,
     heads: BinaryHeap<Reverse<Head>>,
@@ -147,7 +147,8 @@ impl<R: Read> Iterator for Merge<R> {
     type Item = io::Result<Member>;
 
     fn next(&mut self) -> Option<io::Result<Member>> {
-        // Without the rest of the damaged run, the stream would silently lack members.
+        // The stream ends here. If it continued without the rest of the damaged run, members would
+        // silently be missing.
         if let Some(error) = self.failure.take() {
             self.heads.clear();
             return Some(Err(error));

@@ -35,7 +35,7 @@ impl Selector {
         Ok(Self { include, exclude, strip: selection.strip_components as usize })
     }
 
-    /// Decides, by its name, whether to take a member. As in tar, patterns match the name before
+    /// Decides whether to take a member with this name. As in tar, patterns match the name before
     /// components are stripped.
     pub(crate) fn decide(&self, name: &[u8], is_directory: bool) -> Decision {
         let path = match normalize(name) {
@@ -48,8 +48,8 @@ impl Selector {
         self.strip(&path).map_or(Decision::Leave, Decision::Take)
     }
 
-    /// Returns the path that a hard link's target has in the dataset, if any. The target is a
-    /// member, so components are stripped from it too.
+    /// Returns the path that a hard link's target has in the dataset, if any. The target is itself
+    /// a member, so components are stripped from the target's path too.
     pub(crate) fn link_target(&self, target: &[u8]) -> Result<Option<Vec<u8>>, InvalidPath> {
         normalize(target).map(|path| self.strip(&path))
     }
@@ -64,10 +64,11 @@ impl Selector {
         ends.chain([path.len()]).any(|end| matches(&self.exclude, &path[..end]))
     }
 
-    /// Returns true if there is no `--include`, or if the path is a file's and `--include` matches
-    /// it.
+    /// Returns true if there is no `--include`, or if the path belongs to a file and `--include`
+    /// matches the path.
     pub(crate) fn includes(&self, path: &[u8], is_directory: bool) -> bool {
-        // A dataset has all directories above its files anyway. Other directories would be empty.
+        // With `--include`, no directory is taken by itself. A dataset has the directories above
+        // its files anyway, and other directories would be empty.
         self.include.as_ref().is_none_or(|include| !is_directory && matches(include, path))
     }
 
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_taken_left_or_rejected() {
+    fn a_name_is_either_selected_or_left_out_or_rejected() {
         let check = |include: &[&str], exclude: &[&str], strip_components, name: &str, expect: Option<&str>| {
             let own = |patterns: &[&str]| patterns.iter().map(|&pattern| pattern.to_owned()).collect();
             let selection = Selection { include: own(include), exclude: own(exclude), strip_components, ..Selection::default() };

@@ -73,8 +73,8 @@ pub fn has_archive_ending(name: &[u8]) -> bool {
     without_archive_ending(name).is_some()
 }
 
-/// Returns the path without an archive's ending. `None` if it has no such ending, or if its name is
-/// nothing but the ending.
+/// Returns the path without an archive's ending. Returns `None` if the path has no such ending, or
+/// if the file's name consists only of the ending.
 pub(crate) fn without_archive_ending(path: &[u8]) -> Option<&[u8]> {
     let ends_with = |ending: &&str| {
         let start = path.len().checked_sub(ending.len())?;

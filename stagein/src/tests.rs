@@ -21,8 +21,8 @@ use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
 
 const SECONDS_DEFAULT: f64 = 3.0;
-/// A target runs at least this many inputs, even if a busy machine needs more than the target's
-/// time for them.
+/// A target runs at least this many inputs, even if a busy machine needs longer than the time that
+/// the target should run.
 const ROUNDS_MIN: u64 = 100;
 /// The maximum number of bytes that a target unpacks from one input.
 const UNPACKED_MAX: u64 = 4 << 20;
@@ -169,7 +169,7 @@ fn fuzz_extended_headers() {
             let mut again = Extension::default();
             again.parse(&extension.records()).unwrap();
             extension.sparse = None;
-            assert_eq!(again, extension, "records read back as they were written");
+            assert_eq!(again, extension, "parsing the records gives the fields that were written");
         }
     });
 }

@@ -4,10 +4,10 @@
 //! Every assignment of a unit gets a ticket, and every member that a worker finds carries the
 //! ticket of that assignment. The results of most units count as soon as they are reported. A range
 //! of a tar is different: its worker starts at the first block that looks like a header, and
-//! whether that was a real header is known only after the range before it has been read. The worker
-//! must have started where that range ended. If it did not, the ledger rejects the ticket and
-//! assigns the range again, this time with its true start. Ranges of one archive therefore count
-//! strictly in order, while workers read them in parallel; other units do not wait for this.
+//! whether that was a real header is known only after the previous range has been read. The worker
+//! must have started where the previous range ended. If it did not, the ledger rejects the ticket
+//! and assigns the range again, this time with its true start. Ranges of one archive therefore
+//! count strictly in order, while workers read them in parallel; other units do not wait for this.
 //!
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.
@@ -25,7 +25,7 @@ use crate::plan::{SplitTar, UnitQueue};
 pub struct UnitLedger {
     waiting: UnitQueue,
     /// Ranges whose first attempt was rejected. They are assigned before everything else, because
-    /// the results of later ranges cannot count before those of these ranges.
+    /// the results of all later ranges must wait for them.
     retries: VecDeque<Unit>,
     /// Split archives, by source.
     chains: HashMap<u32, RangeChain>,
@@ -57,9 +57,10 @@ pub enum NextUnits {
 /// about several units, or about none yet.
 #[derive(Debug, Default)]
 pub struct Verdict {
-    /// Counts of the units whose results count from now on.
+    /// The [`Counts`] of the newly accepted units.
     pub accepted: Vec<Counts>,
-    /// Counts of rejected units. Progress already includes them, so the caller subtracts them.
+    /// The [`Counts`] of the newly rejected units. Progress already includes them, so the caller
+    /// subtracts them.
     pub rejected: Vec<Counts>,
     /// Source bytes that were read for the rejected units.
     pub rejected_bytes: u64,
@@ -153,8 +154,8 @@ impl UnitLedger {
 
     /// Returns whether the result of this ticket is certain to count. A range is certain once all
     /// ranges before it count. Any other unit is certain as soon as it is assigned, except with
-    /// `keep_going`: in that case its worker may still withdraw it because the source changed.
-    /// Without `keep_going`, a changed source fails the stage-in.
+    /// `keep_going`: in that case the worker may still withdraw the unit because the source
+    /// changed. Without `keep_going`, a changed source fails the stage-in.
     pub fn is_certain(&self, ticket: u32, keep_going: bool) -> bool {
         let may_be_rejected = self.assigned.get(&ticket).is_some_and(|assigned| keep_going || assigned.range.is_some());
         let awaits_verdict =
@@ -171,8 +172,8 @@ impl UnitLedger {
 /// The ranges of one archive, which the ledger judges in order.
 struct RangeChain {
     tar: SplitTar,
-    /// Reports that wait for the report of an earlier range, by index, with the global headers that
-    /// the worker started with.
+    /// Reports that wait for the report of an earlier range, each with the global headers that its
+    /// worker started with. The key is the index of the range.
     reports: BTreeMap<usize, (UnitReport, Vec<u8>)>,
     /// Index of the first range without a verdict.
     next: usize,

@@ -1,5 +1,5 @@
-//! Builds a catalog from resolved members that arrive in walk order. Memory does not grow with
-//! their number: each column streams into an unnamed file of its own, and
+//! Builds a catalog from resolved members that arrive in walk order. Memory does not grow with the
+//! number of members: each column streams into an unnamed file of its own, and
 //! [`CatalogBuilder::finish`] joins the columns.
 
 use std::collections::HashMap;
@@ -20,7 +20,7 @@ use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
 use crate::path::{components, display, is_below, split_last, walk_order};
 use crate::shared::map_private_file;
 
-/// Returns new unnamed files to write to.
+/// A function that creates unnamed files to write to.
 pub type Scratch<'a> = &'a dyn Fn() -> io::Result<File>;
 
 /// Why a catalog could not be built.
@@ -54,7 +54,7 @@ pub enum BuildError {
 /// A finished catalog.
 #[derive(Debug)]
 pub struct Built {
-    /// The unnamed file that contains it.
+    /// The unnamed file that contains the catalog.
     pub file: File,
     /// Length of the file in bytes.
     pub len: u64,
@@ -192,7 +192,7 @@ impl<'a> CatalogBuilder<'a> {
     /// Adds the checksums of a file whose blocks begin at `block`.
     fn add_checksums(&mut self, path: &[u8], block: u32, size: u64, shape: (usize, &[u32])) -> Result<(), BuildError> {
         let (blocks, checksums) = shape;
-        // Only the last block of a file may be shorter than the others, so the chunks of its blocks
+        // Only the last block of a file may be shorter than the others, so the chunks of the blocks
         // are the chunks of the file.
         if blocks as u64 != block_count(size) || checksums.len() as u64 != size.div_ceil(CHUNK_LEN) {
             return Err(BuildError::Shape(display(path)));
@@ -218,7 +218,8 @@ impl<'a> CatalogBuilder<'a> {
         self.add_entry(path, EntryKind::Symlink, row).map(drop)
     }
 
-    /// Closes the directories that do not contain `path`, and opens the directories above it that no member named.
+    /// Closes the directories that do not contain `path`, and opens the directories above `path` that no member
+    /// named.
     fn open_parents(&mut self, path: &[u8]) -> Result<(), BuildError> {
         while self.open.last().is_some_and(|directory| !is_below(path, &directory.path)) {
             self.close_directory()?;
@@ -286,7 +287,7 @@ impl<'a> CatalogBuilder<'a> {
         Ok((self.write(column, &record.encode())? / WIDTHS[column as usize]) as u32)
     }
 
-    /// Appends to a column and returns the offset within it.
+    /// Appends bytes to a column, and returns the offset in the column at which they start.
     fn write(&mut self, column: Column, bytes: &[u8]) -> io::Result<u64> {
         let writer = &mut self.columns[column as usize];
         let offset = writer.len();
@@ -404,7 +405,7 @@ fn fill_index(map: &mut [u8], extents: &[Extent; COLUMNS], hashes: ScratchFile, 
     Ok(())
 }
 
-/// Fills `buffer`. Returns `false` if the file ended before its first byte.
+/// Fills `buffer`. Returns `false` if the file ended before the buffer's first byte.
 fn read_whole(from: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
     match from.read(&mut buffer[..1])? {
         0 => Ok(false),

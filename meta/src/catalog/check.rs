@@ -1,6 +1,6 @@
-//! The check of a whole catalog, which each server makes once before it shows the dataset. Once it
-//! has passed, every access that follows the catalog's own numbers succeeds, every walk ends, and
-//! every name is a valid file name.
+//! The check of a whole catalog, which each server makes once before it shows the dataset. Once the
+//! check has passed, every access that follows the catalog's own numbers succeeds, every walk ends,
+//! and every name is a valid file name.
 
 use super::layout::{BUCKET_LEN, Column, EntryKind};
 use super::map::{Catalog, CatalogError, EntryId, block_len};
@@ -15,8 +15,8 @@ impl Catalog {
     pub fn check(&self, nodes: usize) -> Result<(), CatalogError> {
         let damaged = |what| Err(CatalogError::Damaged(what));
         let header = *self.header();
-        // The directories that the current entry lies in: entry, end of the subtree, and length of
-        // the path.
+        // The directories that contain the current entry. For each directory: its entry, the end of
+        // its subtree, and the length of its path.
         let mut open: Vec<(EntryId, EntryId, usize)> = Vec::new();
         let mut path = Vec::new();
         for id in 0..header.entries {
@@ -71,7 +71,7 @@ impl Catalog {
         let header = *self.header();
         let mut end = 0;
         let mut bytes = 0_u64;
-        // Rows of checksums, and rows of blocks with more than one chunk.
+        // The number of rows seen so far, in `Checksums` and in `Larges`.
         let (mut checksums, mut larges) = (0_u64, 0_u64);
         for sample in 0..header.samples {
             let sample = crate::id::SampleId(sample);
@@ -114,8 +114,8 @@ impl Catalog {
         if (0..header.blocks).all(owned) { Ok(()) } else { damaged("a block's owner") }
     }
 
-    /// Checks that the index contains nothing but the entries, each of which was already found
-    /// through it.
+    /// Checks that the index contains nothing but the entries. The caller has already found every
+    /// entry through the index.
     fn check_index(&self) -> Result<(), CatalogError> {
         let buckets =
             (0..self.columns[Column::Index as usize].count).filter_map(|bucket| self.record::<BUCKET_LEN>(Column::Index, bucket));

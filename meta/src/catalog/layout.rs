@@ -6,7 +6,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
-/// Version of the layout. Any change below increments it.
+/// Version of the layout. Any change to the layout below must increment the version.
 pub(crate) const VERSION: u32 = 3;
 /// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
@@ -29,8 +29,8 @@ pub(crate) enum Column {
     Owners,
     /// The CRC32C of each chunk, taken at stage-in, as `u32`, in the order of blocks.
     Checksums,
-    /// [`LargeRecord`]s of the blocks with more than one chunk, in the order of blocks. They are
-    /// few, so the other blocks need no row.
+    /// [`LargeRecord`]s of the blocks with more than one chunk, in the order of blocks. Such blocks
+    /// are few. The other blocks have no row here.
     Larges,
     /// The arrival number of each block at its owner, as `u32`. The owner uses it to find the block.
     Arrivals,
@@ -72,7 +72,8 @@ pub(crate) struct HeaderRecord {
     pub(crate) columns: [Extent; COLUMNS],
 }
 
-/// Which files make one sample for the user: they are placed, stored and listed together.
+/// Which files make one sample for the user. The files of one sample are placed, stored and listed
+/// together.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Grouping {
     /// Each file is a sample of its own.
@@ -100,7 +101,7 @@ pub(crate) struct EntryRecord {
     pub(crate) name_len: u8,
     pub(crate) kind: EntryKind,
     pub(crate) parent: u32,
-    /// The first entry after this one's subtree.
+    /// The first entry after this entry's subtree.
     pub(crate) next: u32,
     /// The sample's number, or the row in `Others`.
     pub(crate) node: u32,
@@ -203,7 +204,7 @@ impl OriginRecord {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LargeRecord {
     pub(crate) block: u32,
-    /// The row of its first chunk in `Checksums`.
+    /// The row in `Checksums` of the block's first chunk.
     pub(crate) first: u32,
 }
 
@@ -329,8 +330,8 @@ impl Start {
     }
 }
 
-/// Returns the bucket where the search for a hash starts, and the fingerprint that its slot
-/// contains.
+/// Returns the bucket where the search for a hash starts, and the fingerprint to look for in the
+/// slots.
 pub(crate) fn index_bucket(hash: u64, buckets: u64) -> (u64, u32) {
     (((u128::from(hash) * u128::from(buckets)) >> 64) as u64, hash as u32)
 }
@@ -358,7 +359,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn records_read_back_as_written() {
+    fn decoding_an_encoded_record_gives_the_same_record() {
         let entry = EntryRecord { name_offset: 1 << 40, name_len: 255, kind: EntryKind::Symlink, parent: 7, next: 9, node: 3 };
         assert_eq!(EntryRecord::decode(&entry.encode()), Some(entry));
         let node = NodeRecord { data: 1 << 50, mtime_s: -5, mtime_ns: 999_999_999, mode: 0o4755, links: 2, extra: 8 };

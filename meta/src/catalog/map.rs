@@ -183,8 +183,8 @@ impl Catalog {
 
     /// Returns the entry of a normal path, and its attributes.
     ///
-    /// The attributes are read before the name is compared. On a large catalog both are cache
-    /// misses, and this way they overlap.
+    /// The attributes are read before the name is compared. On a large catalog both reads miss the
+    /// processor's cache, and in this order the misses overlap.
     pub fn stat(&self, path: &[u8]) -> Option<(Entry<'_>, Attributes)> {
         let (entry, attributes) = self.find_with(path, |entry| self.attributes(entry))?;
         Some((entry, attributes?))
@@ -252,7 +252,7 @@ impl Catalog {
     }
 
     /// Returns the entries of a directory, in the byte order of their names. To resume a listing,
-    /// pass the `next` of the last entry seen.
+    /// pass the `next` of the last entry seen as `from`.
     pub fn children<'a>(&'a self, directory: &Entry<'a>, from: Option<EntryId>) -> impl Iterator<Item = Entry<'a>> + use<'a> {
         let is_directory = directory.kind == EntryKind::Directory;
         let end = if is_directory { directory.next } else { directory.id };
@@ -308,11 +308,12 @@ impl Catalog {
 
     /// Returns the sample that a block belongs to, and the block's length in bytes.
     pub fn block(&self, block: BlockId) -> Option<(SampleId, u64)> {
-        // First blocks never decrease from sample to sample, so the sample is the last one that
-        // starts at or before the block. A sample without blocks starts where its successor does,
-        // so the last such sample is one with blocks. Nearly all samples have one block, so the
-        // search begins where the sample would be if every sample had one, and doubles its distance
-        // with each step.
+        // The number of the first block never decreases from one sample to the next. The sample
+        // wanted is therefore the last one whose first block is not after `block`. A sample without
+        // blocks has the same first block as its successor, so it is never the last such sample.
+        // The search starts at a guess, which is right if all samples have equally many blocks. It
+        // moves away from the guess in steps that double, until the sample lies between `low` and
+        // `high`, and then halves this interval.
         let starts_by = |sample: u32| self.node(Column::Samples, sample).map(|node| node.extra <= block.0);
         let guess = self.guess(block)?;
         let (mut low, mut high) = (guess, guess);
@@ -377,9 +378,9 @@ impl Catalog {
         self.record(Column::Checksums, row).map(|bytes| u32::from_le_bytes(*bytes))
     }
 
-    /// Returns the row of a block's first checksum. A block without a row in `Larges` has one
-    /// checksum, so the row is found by counting back from the next block that has a row there, or
-    /// from the end of the column.
+    /// Returns the row of a block's first checksum. Blocks without a row in `Larges` have one
+    /// checksum each. The row is therefore found by counting back from the next block that has a
+    /// row in `Larges`, or from the end of `Checksums`.
     fn first_checksum(&self, block: u64) -> Option<u64> {
         let larges = self.columns[Column::Larges as usize].count;
         let (mut low, mut high) = (0, larges);

@@ -14,7 +14,8 @@ use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
 
 /// A member's position in the order of all members: first by source, in the order in which the user
-/// gave them, then by position in the source. The position of a file is also the sample's origin.
+/// gave the sources, and then by position in the source. The position of a file is also the
+/// sample's origin.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemberKey {
     /// Index of the source.
@@ -27,7 +28,7 @@ pub struct MemberKey {
 /// A block of a member that its owner has stored.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The node that stores it.
+    /// The node that stores the block.
     pub owner: NodeId,
     /// Its number among all blocks that arrived at that node in this stage-in.
     pub arrival: u32,
@@ -49,7 +50,7 @@ pub enum MemberKind {
     Directory,
     /// A symlink, with its target as written.
     Symlink(Vec<u8>),
-    /// Another name for what this path meant at this point in the order.
+    /// Another name for whatever the given target path meant at this point in the order.
     HardLink(Vec<u8>),
 }
 
@@ -60,8 +61,8 @@ pub struct Member {
     pub path: Vec<u8>,
     /// Its position in the order.
     pub key: MemberKey,
-    /// The assignment of the unit that found it. Members of rejected assignments are left out of
-    /// the merge.
+    /// The ticket of the assignment in which a worker found the member. Members of rejected
+    /// assignments are left out of the merge.
     pub ticket: u32,
     /// Permission bits, without the file type.
     pub mode: u32,
@@ -154,7 +155,7 @@ mod tests {
     /// SEMANTICS: "Temporary files of a stage-in are not synced, but they are checked when they are read back: sorted runs and
     /// units record by record, columns of the catalog as a whole."
     #[test]
-    fn a_run_reads_back_and_damage_is_an_error() {
+    fn a_run_is_read_as_written_and_damage_is_an_error() {
         let member = |path: &[u8], kind| Member {
             path: path.to_vec(),
             key: MemberKey { source: 1, offset: 2 },

@@ -6,9 +6,9 @@
 //! that contains something, and nothing is unpacked below a path that is not a directory: such a
 //! member is rejected. Unlike tar, a symlink never counts as a directory, wherever it leads.
 //!
-//! Members arrive sorted by path, so they are resolved as a stream. Only if a path is both a
-//! directory and something else are the members below it collected and replayed in their order, up
-//! to a bound. Hard links are resolved in a separate pass, by [`LinkCollector`].
+//! Members arrive sorted by path, so they are resolved as a stream. If a path is both a directory
+//! and something else, the members below that path are collected, up to a bound, and replayed in
+//! their order. Hard links are resolved in a separate pass, by [`LinkCollector`].
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;

@@ -62,7 +62,7 @@ mod tests {
     /// SEMANTICS: "Temporary files of a stage-in are not synced, but they are checked when they are read back: sorted runs and
     /// units record by record, columns of the catalog as a whole."
     #[test]
-    fn a_scratch_file_reads_back_and_bytes_that_the_drive_lost_are_an_error() {
+    fn a_scratch_file_is_read_as_written_and_bytes_that_the_drive_lost_are_an_error() {
         let written: Vec<u8> = (0..20_000_u32).map(|number| number as u8 | 1).collect();
         for lost in [None, Some(0), Some(8192), Some(19_999)] {
             let file = tempfile::tempfile().unwrap();

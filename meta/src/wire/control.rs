@@ -46,9 +46,9 @@ pub struct StageInRequest {
 pub struct Selection {
     /// Number of leading components to drop from each name.
     pub strip_components: u32,
-    /// Globs, one of which a file's name must match unless the list is empty.
+    /// Globs. A file's name must match one of them, unless the list is empty.
     pub include: Vec<String>,
-    /// Globs that neither a name nor a directory above it may match.
+    /// Globs. A name is left out if one of them matches the name or a directory above it.
     pub exclude: Vec<String>,
     /// Whether archives are staged in as plain files.
     pub no_unpack: bool,
@@ -58,7 +58,7 @@ pub struct Selection {
     pub group: Grouping,
     /// How conflicts between rival sources are resolved.
     pub on_conflict: OnConflict,
-    /// Whether each archive is unpacked into a directory with its name.
+    /// Whether each archive is unpacked into a directory that has the archive's name.
     pub prefix_by_source: bool,
     /// Upper bound on the dataset's directories; `None` derives one from the number of files.
     pub max_directories: Option<u64>,
@@ -153,7 +153,7 @@ pub struct Counted {
     pub bytes: u64,
     /// Bytes sent to other nodes.
     pub shipped_bytes: u64,
-    /// How long its threads were busy with each [`Step`], in nanoseconds.
+    /// How long the node's threads were busy with each [`Step`], in nanoseconds.
     pub busy_ns: [u64; STEPS],
     /// Number of times that anything else made progress, for example when a directory was found. A
     /// reader that waits because of `--max-rate` counts as making progress.
@@ -218,7 +218,7 @@ pub enum Phase {
     Reading,
     /// Merging the members found into a catalog.
     Merging,
-    /// Giving all nodes the catalog.
+    /// Copying the catalog to all nodes and making the dataset visible.
     Publishing,
 }
 
@@ -251,8 +251,8 @@ pub struct Counts {
 }
 
 impl Counts {
-    /// Records a remark unless there are enough of them. The text is shortened, because a hostile
-    /// name can be a megabyte long.
+    /// Records a remark, unless the limit on remarks has been reached. The text is shortened,
+    /// because a hostile name can be a megabyte long.
     pub fn note(&mut self, text: &str) {
         if self.notes.len() < NOTES_SHOWN_MAX {
             self.notes.push(text.chars().take(NOTE_LEN_MAX).collect());
@@ -294,7 +294,7 @@ pub struct Summary {
     pub bytes: u64,
     /// Number of directories and symlinks.
     pub others: u64,
-    /// Number of samples whose names are those of archives.
+    /// Number of samples whose names have an archive's ending.
     pub archives: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,

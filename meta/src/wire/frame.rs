@@ -37,7 +37,7 @@ pub enum Kind {
     /// All `Data` of an answer has been sent. Body: empty, or the pieces that could not be read.
     End = 10,
     /// The offering side sends this in place of `Data`: it has withdrawn an accepted offer, and
-    /// none of its bytes will come.
+    /// none of the offered bytes will come.
     Withdrawn = 11,
 }
 
@@ -124,7 +124,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_golden_header_reads_back_and_invalid_ones_are_rejected() {
+    fn the_golden_header_is_decoded_and_invalid_ones_are_rejected() {
         let header = PeerHeader { body_len: 0x0102, kind: Kind::Offer, request: 7, argument: 1 << 40 };
         let bytes = *b"\x02\x01\0\0\x04\0\0\0\x07\0\0\0\0\0\0\0\0\0\0\0\0\x01\0\0";
         assert_eq!(header.encode(), bytes);

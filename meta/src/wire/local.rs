@@ -19,20 +19,20 @@ pub enum FromClient {
     /// Asks for all datasets. Answers: one `Dataset` for each, then `DatasetsEnd`.
     Datasets,
     /// Asks for chunks that are not in the node's locations. Answers: `Fetched` as chunks arrive;
-    /// the last one says so. The client asks again, after it has released leases, for chunks that
-    /// no answer names and for those whose leases have been revoked since.
+    /// the last answer is marked as the last. If there are chunks that no answer names, or whose
+    /// leases have been revoked since, the client releases leases and asks for these chunks again.
     Fetch {
         /// The dataset that the chunks belong to.
         dataset: DatasetId,
         /// At most [`crate::limits::BATCH_BLOCKS_MAX`] chunks.
         chunks: Vec<Chunk>,
-        /// Whether the caller found this node's copies of them unreadable or damaged. The server
-        /// then examines the copies and drops damaged ones. Such a request names at most
+        /// Whether the caller found this node's copies of the chunks unreadable or damaged. The
+        /// server then examines the copies and drops damaged ones. Such a request names at most
         /// [`crate::limits::RECHECKED_CHUNKS_MAX`] chunks.
         recheck: bool,
     },
-    /// The next part of an order of samples, which the server prefetches. An order ends with its
-    /// connection. Answer to the last part: `Ordered`.
+    /// The next part of an order of samples, which the server prefetches. The order ends when its
+    /// connection closes. Answer to the last part: `Ordered`.
     Order {
         /// The dataset that the samples belong to.
         dataset: DatasetId,
@@ -59,7 +59,8 @@ pub enum FromClient {
 /// An answer from a server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum FromServer {
-    /// Describes the session. Descriptors: the status page, the counters, the arena, its marks.
+    /// Describes the session. Descriptors: the status page, the counters, the arena, and the
+    /// arena's marks.
     Welcome {
         /// The server's [`super::VERSION`].
         version: u32,
@@ -77,7 +78,7 @@ pub enum FromServer {
         arena_len: u64,
         /// The process's slot in the counters.
         slot: u32,
-        /// The connection's number, which selects its word on the status page.
+        /// The connection's number, which selects the connection's word on the status page.
         connection: u32,
         /// How long the client waits for the server, in milliseconds.
         server_timeout_ms: u32,

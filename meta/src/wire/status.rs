@@ -12,9 +12,9 @@ pub enum Source {
     Segment,
     /// A block of another node that is cached in this node's segment.
     Cached,
-    /// The arena, where an earlier read or a prefetch had put it; no message was needed.
+    /// The arena, where an earlier read or a prefetch had put the bytes; no message was needed.
     Arena,
-    /// The server, which was asked for them.
+    /// The server, after a request for the bytes.
     Asked,
 }
 
@@ -42,15 +42,15 @@ impl Reads {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(usize)]
 pub enum Hop {
-    /// In a batch that was shipped to it.
+    /// In a batch that was shipped to the node.
     Shipped,
-    /// In what an owner sent to it.
+    /// In a chunk that an owner sent to the node.
     Fetched,
-    /// In its arena, after they had arrived there intact.
+    /// In the node's arena, after the bytes had arrived there intact.
     Arena,
-    /// Among its cached blocks.
+    /// Among the node's cached blocks.
     Cached,
-    /// Among the blocks that it owns.
+    /// Among the blocks that the node owns.
     Owned,
 }
 
@@ -83,7 +83,7 @@ pub struct Policy {
 pub const CACHE_ALL_ROOM: u64 = u64::MAX;
 
 impl Policy {
-    /// Returns the policy in force when `other` follows `self`.
+    /// Returns the policy that is in force if `self` is applied first and then `other`.
     pub fn then(self, other: Self) -> Self {
         Self {
             prefetch: other.prefetch.or(self.prefetch),
@@ -163,8 +163,9 @@ pub struct NodeStatus {
     pub used_bytes: u64,
     /// Bytes that the node may take in its data dirs.
     pub capacity_bytes: u64,
-    /// Bytes that a stage-in may still take: the free part of the capacity, or what the file
-    /// systems have free if that is less, plus the bytes of cached blocks, which would be evicted.
+    /// Bytes that a stage-in may still take: the free part of the capacity (or the free space of
+    /// the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can
+    /// evict them.
     pub free_bytes: u64,
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.
@@ -210,8 +211,8 @@ pub struct NodeStatus {
     pub prefetch: PrefetchStatus,
     /// Blocks of other nodes that are cached on this node.
     pub cached: Reads,
-    /// The share of all datasets' bytes that this node could read from its own drives once all
-    /// blocks that it intends to cache have arrived, in thousandths.
+    /// The share of the bytes of all datasets that will be on this node's drives once all blocks
+    /// that the node intends to cache have arrived, in thousandths.
     pub predicted_local_permille: u64,
     /// The policy in force.
     pub policy: Policy,
@@ -222,8 +223,8 @@ pub struct NodeStatus {
 /// A process of a node.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClientStatus {
-    /// The process id; 0 if the server cannot see the process. Reads of forked children count here
-    /// until they ask the server themselves.
+    /// The process id; 0 if the server cannot see the process. Reads by forked children count here
+    /// until the children send requests of their own.
     pub pid: i32,
     /// What the process read, by [`Source`].
     pub reads: [Reads; SOURCES],

@@ -17,7 +17,7 @@ use super::{Arena, ChunkKey};
 /// A resident chunk. Dropping it withdraws its location first, and frees its slot after that.
 pub(super) struct ResidentChunk {
     slot: Slot,
-    /// The location that was published for it, if any.
+    /// The location that was published for the chunk, if any.
     published: Option<(Arc<Locations>, BlockId, Location)>,
     marks: Arc<SharedMarks>,
 }
@@ -27,14 +27,14 @@ impl ResidentChunk {
         Self { slot, published, marks }
     }
 
-    /// Withdraws its location, so that processes no longer find it.
+    /// Withdraws the chunk's location, so that processes no longer find it.
     pub(super) fn withdraw(&self) {
         if let Some((locations, block, location)) = &self.published {
             locations.withdraw(*block, *location);
         }
     }
 
-    /// Returns the index of its mark.
+    /// Returns the index of the chunk's mark.
     fn unit(&self) -> usize {
         (self.slot.offset() / ARENA_UNIT) as usize
     }
@@ -46,7 +46,7 @@ impl Resident for ResidentChunk {
     }
 
     fn take_mark(&self) -> bool {
-        // The first read is the one that the chunk was fetched for, so it does not count.
+        // The first read is the one that the chunk was fetched for, so that read does not count.
         let was_read_again = self.marks.get(self.unit()) > 1;
         if was_read_again {
             self.marks.set(self.unit(), 1);

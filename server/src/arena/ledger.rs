@@ -1,8 +1,8 @@
-//! Which process holds how many leases. Leases belong to a connection and are counted by process, so that a process cannot
-//! take more of the arena by opening more connections.
+//! Records how many leases each process holds. A lease belongs to a connection, but leases are counted by process, so that a
+//! process cannot take more of the arena by opening more connections.
 //!
-//! A lease ends when its client releases it, when its connection ends, or when it is revoked: because the client takes no
-//! bytes, or because other requests have waited for room too long.
+//! A lease ends when its client releases it, when its connection ends, or when the server revokes it. The server revokes leases
+//! if the client takes no messages for too long, or if other requests have waited for room too long.
 //!
 //! Invariant: before a lease ends in any way other than a release, the token of its connection on
 //! the status page changes. A client that still relies on such a lease checks the token after it
@@ -16,7 +16,7 @@ use dayfly_meta::limits::{CHUNK_LEN, LEASE_SHARE};
 use dayfly_meta::status_page::StatusPage;
 use tokio::time::{Duration, Instant};
 
-/// A lease as the ledger sees it. The ledger owns it until it ends.
+/// A lease as the ledger sees it. The ledger owns the lease until the lease ends.
 pub(crate) trait Leased: Send {
     /// Bytes of the arena that the lease pins.
     fn weight(&self) -> u64;
@@ -38,7 +38,7 @@ pub(crate) struct LeaseLedger<L> {
 
 struct Accounts<L> {
     connections: HashMap<u32, Account<L>>,
-    /// Bytes of all connections of each process.
+    /// Bytes that each process has leased or reserved, through all of its connections.
     processes: HashMap<i64, u64>,
     total: u64,
     /// Connection numbers that can be used again.
@@ -47,7 +47,7 @@ struct Accounts<L> {
 }
 
 struct Account<L> {
-    /// The process id, or a negative number of its own for a process whose id is unknown.
+    /// The process id or, if the id is unknown, a negative number that no other connection has.
     process: i64,
     leases: HashMap<u64, Vec<L>>,
     last_lease: u64,
@@ -69,8 +69,8 @@ pub(crate) struct LeaseHolder<L: Leased> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Budget {
     pub(crate) bytes: u64,
-    /// Whether the connection holds no lease. Only then may it wait for room, because no other request can be waiting for
-    /// its leases.
+    /// Whether the connection holds no lease. Only then may the connection wait for room, because no other request can be
+    /// waiting for its leases.
     pub(crate) may_wait: bool,
 }
 
@@ -97,8 +97,9 @@ impl<L: Leased> LeaseLedger<L> {
         LeaseHolder { ledger: self.clone(), connection }
     }
 
-    /// Helps a request that has `waited` for room: asks every client to release its leases, and revokes those of the largest
-    /// process that did not do so in time. Returns whether it revoked any; if so, the request tries again.
+    /// Helps a request that has `waited` for room: asks every client to release its leases. If connections did not do so in
+    /// time, it picks one of them that belongs to the process with the most leases, and revokes the leases of that connection.
+    /// Returns whether it revoked any leases; if so, the request tries again.
     pub(super) fn recall(&self, waited: Duration) -> bool {
         if waited < self.recall_after {
             return false;
@@ -137,7 +138,7 @@ impl<L: Leased> LeaseLedger<L> {
 }
 
 impl<L: Leased> Accounts<L> {
-    /// Invalidates a connection's token on the status page, then removes its leases. They end when the result is dropped.
+    /// Invalidates a connection's token on the status page, then removes its leases. The leases end when the result is dropped.
     #[must_use = "the leases end when the result is dropped, which takes other locks"]
     fn revoke(&mut self, status_page: &StatusPage, connection: u32) -> Vec<Vec<L>> {
         let Some(account) = self.connections.get_mut(&connection) else { return Vec::new() };
@@ -313,7 +314,7 @@ mod tests {
     /// that is asked releases its leases at its next call and keeps copies. Processes that make no call for 5 s after that lose
     /// their leases, the largest holder first."
     #[tokio::test(start_paused = true)]
-    async fn clients_are_asked_to_release_first_and_the_largest_then_loses_its_leases() {
+    async fn clients_are_asked_to_release_leases_before_the_largest_loses_its_own() {
         let (ledger, status_page) = ledger();
         let (large, small) = (ledger.open(1), ledger.open(2));
         let (_, large_token) = grant(&large, &status_page, 6 * MIB);

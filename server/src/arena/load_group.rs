@@ -15,15 +15,15 @@ use super::lease::{Lease, ResidentChunk};
 use super::{Arena, LoadFailure, PendingLoad, Wanted};
 use crate::store::Dataset;
 
-/// The right, and the duty, to load chunks of one owner. If it is dropped before it has been
-/// filled, the next request for one of its chunks loads that chunk.
+/// The right, and the duty, to load chunks of one owner. If the group is dropped before it has been filled, the next request
+/// for one of its chunks loads that chunk.
 pub(crate) struct LoadGroup {
     arena: Arena,
     pub(crate) owner: NodeId,
     dataset: Arc<Dataset>,
     loads: Vec<Load>,
     bytes: u64,
-    /// Sends the failure to the requests that joined; dropping it ends their wait without a failure.
+    /// Sends the failure to the requests that joined; dropping the sender ends their wait without a failure.
     end: Option<oneshot::Sender<LoadFailure>>,
     pending: PendingLoad,
 }
@@ -103,7 +103,8 @@ impl LoadGroup {
         filled
     }
 
-    /// Ends the load with a failure, which every request that joined it gets too. Returns the chunks, by index in the request.
+    /// Ends the load with a failure, which every request that joined the load gets too. Returns the chunks, by index in the
+    /// request.
     pub(crate) fn fail(mut self, failure: LoadFailure) -> Vec<(u32, Chunk)> {
         let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
         self.abandon();

@@ -1,5 +1,5 @@
-//! Which chunks are resident, which ones are being loaded, and which ones are evicted. This state machine has no locks and
-//! never waits, so that a test can explore its interleavings.
+//! Records which chunks are resident and which ones are being loaded, and chooses which ones to evict. This state machine has
+//! no locks and never waits, so that a test can explore its interleavings.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -94,7 +94,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         }
     }
 
-    /// Returns the value of a key, without counting as a use.
+    /// Returns the value of a key. This does not count as a use of the value.
     #[cfg(test)]
     pub(super) fn peek(&self, key: &K) -> Option<Arc<R>> {
         self.resident.peek(&Entry::Key(key.clone())).cloned().flatten()
@@ -140,7 +140,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         forgotten.into_inner()
     }
 
-    /// Removes the value of one key if it matches, and returns whether it did. References to it stay valid.
+    /// Removes the value of one key if the value matches, and returns whether it matched. References to the value stay valid.
     pub(super) fn forget_one(&mut self, key: &K, matches: impl Fn(&Arc<R>) -> bool) -> bool {
         let entry = Entry::Key(key.clone());
         let found = matches!(self.resident.peek(&entry), Some(Some(value)) if matches(value));

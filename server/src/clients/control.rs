@@ -40,7 +40,8 @@ impl Client {
 
     async fn stage_in(&mut self, request: StageInRequest) -> io::Result<()> {
         let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        // This runs on a task of its own, because it must cancel the stage-in on the coordinator when the client goes away.
+        // The request runs on a task of its own, because that task must cancel the stage-in on the coordinator when the client
+        // goes away.
         tokio::spawn(coordinator::stage_in(self.context.peers.clone(), request, sender));
         loop {
             tokio::select! {
@@ -48,8 +49,8 @@ impl Client {
                     Some(event) => self.send_event(event).await?,
                     None => return Ok(()),
                 },
-                // While events are being sent, nothing may arrive from the client but the end of
-                // the connection. Returning drops `events`, which cancels the stage-in.
+                // While events are being sent, only the end of the connection may arrive from the client. Returning drops
+                // `events`, which cancels the stage-in.
                 _ = self.receiver.receive() => return Err(io::ErrorKind::ConnectionAborted.into()),
             }
         }

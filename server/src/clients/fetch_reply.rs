@@ -17,9 +17,10 @@ use crate::fetch::{FetchError, Fetched, FetchedChunks, PendingFetch};
 use crate::store::Dataset;
 
 impl Client {
-    /// Fetches chunks and sends each as it arrives. What arrives before the client has taken the previous message goes with the
-    /// next one, so a slow client costs at most one message and one part in memory. A client that takes nothing for long loses its
-    /// leases, but nothing else: the messages that it reads later carry the old token, so it asks for those chunks again.
+    /// Fetches chunks and sends each as it arrives. Chunks that arrive before the client has taken one message go out with the
+    /// next message, so a slow client costs memory for at most one message and one part of the answer. A client that takes no
+    /// message for a long time loses its leases, but nothing else: the messages that it reads later carry the old token, so it
+    /// asks for those chunks again.
     pub(super) async fn fetch(&mut self, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> io::Result<()> {
         let context = self.context.clone();
         let Some(budget) = self.holder.budget() else {
@@ -29,8 +30,8 @@ impl Client {
         let start = Instant::now();
         let _pending_read = context.client_reads.begin();
         let bad_copies = if recheck { context.fetcher.recheck(dataset, chunks).await } else { Vec::new() };
-        // A connection that holds leases must not wait for room, because other connections with leases may be waiting for the
-        // leases of this one. It gets the chunks that need no wait, and releases its leases before it asks for the others.
+        // A connection that holds leases must not wait for room, because two such connections could wait for each other's
+        // leases forever. It gets the chunks that need no wait, and releases its leases before it asks for the others.
         let mut fetch = match budget.may_wait {
             true => context.fetcher.begin(dataset, chunks, budget.bytes).await,
             false => context.fetcher.begin_if_room(dataset, chunks, budget.bytes),
@@ -116,7 +117,8 @@ impl Client {
     }
 }
 
-/// Takes from a part as much as fits in one message. Errors name paths, which may be long.
+/// Removes from `part` the first chunks, as many as fit in one message, and returns them. Errors name paths, so they may be
+/// long.
 fn split_message(part: &mut FetchedChunks) -> FetchedChunks {
     let mut room = LOCAL_MESSAGE_LEN_MAX / 2;
     let mut fits = |(_, fetched): &(u32, Fetched)| {
@@ -130,7 +132,8 @@ fn split_message(part: &mut FetchedChunks) -> FetchedChunks {
     std::mem::replace(part, rest)
 }
 
-/// Records the leases of a part. Returns the part as the client gets it, with its lease and token.
+/// Records the leases of a part. Returns the part in the form that is sent to the client, the number with which the client
+/// releases these leases, and their token.
 fn grant(holder: &LeaseHolder<Lease>, part: FetchedChunks) -> (Vec<(u32, FetchedChunk)>, u64, u64) {
     let mut leases = Vec::new();
     let mut chunks = Vec::with_capacity(part.len());

@@ -21,7 +21,7 @@ pub(super) struct ReadAhead {
     last: Option<(DatasetId, SampleId, u64)>,
     /// How many chunks to fetch ahead; doubles while the process reads in order.
     window: u64,
-    /// All chunks of the sample below this index are on their way.
+    /// All of the sample's chunks with smaller indexes have been requested.
     fetched_to: u64,
     tasks: JoinSet<()>,
 }
@@ -53,12 +53,12 @@ impl ReadAhead {
             return;
         }
         let mut fetch = fetcher.begin_if_room(dataset, &next, READ_AHEAD_LEN_MAX);
-        // What arrives stays in the arena without a lease until the process asks for it.
+        // The fetched chunks stay in the arena, without leases, until the process asks for them.
         self.tasks.spawn(async move { while fetch.next().await.is_some() {} });
     }
 }
 
-/// Returns the sample of a chunk, and the chunk's index in it.
+/// Returns the sample of a chunk, and the chunk's index in that sample.
 fn position(dataset: &Dataset, chunk: Chunk) -> Option<(SampleId, u64)> {
     let (sample, _) = dataset.catalog().block(chunk.block)?;
     let (_, blocks) = dataset.catalog().sample(sample)?;

@@ -68,7 +68,7 @@ impl Receiver {
 }
 
 impl Sender {
-    /// Sends a message. The descriptors travel with its first byte. Fails if the client does not take it in time.
+    /// Sends a message. The descriptors travel with its first byte. Fails if the client does not take the message in time.
     pub(super) async fn send(&self, message: &FromServer, files: &[&File]) -> io::Result<()> {
         let send = self.send_patiently(message, files);
         timeout(self.patience, send).await.map_err(|_| io::Error::from(io::ErrorKind::TimedOut))?

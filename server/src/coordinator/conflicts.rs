@@ -1,5 +1,5 @@
-//! Path conflicts: samples with the same path in several sources that must not share a path. They
-//! are found while sources are read, or at the latest by the merge.
+//! Path conflicts: samples with the same path in several sources that must not share a path. Most conflicts are found while
+//! sources are read; the merge finds the others.
 
 use std::collections::HashMap;
 
@@ -49,7 +49,7 @@ impl Rivals {
         PathConflict { path: display(path), first: self.name(first), second: self.name(second) }
     }
 
-    /// Checks all members with the same path, in order.
+    /// Looks for a path conflict between neighbors among the members that have the same path.
     pub(super) fn check(&self, members: &[Member]) -> Result<(), PathConflict> {
         let is_conflict =
             |pair: &&[Member]| self.are_rivals(pair[0].key.source, pair[1].key.source) && differ(&pair[0], &pair[1]);
@@ -95,17 +95,17 @@ impl ReplacedSamples {
     }
 }
 
-/// The paths that owners suspect, and the samples that workers have seen. See
+/// The paths that owners suspect of conflicts, and the samples with these paths that workers have found. See
 /// [`dayfly_meta::wire::peer`] for how conflicts are found.
 #[derive(Default)]
 pub(super) struct Suspicions {
     suspects: Vec<SuspectPath>,
-    /// By the hash of the suspect path.
+    /// The samples found, by the hash of the suspect path.
     sightings: HashMap<u64, Vec<Sighting>>,
 }
 
 impl Suspicions {
-    /// Adds a node's suspicions and sightings. Sightings of other paths are dropped.
+    /// Adds a node's suspicions and sightings. Sightings of paths that are not suspect are dropped.
     pub(super) fn add(&mut self, suspects: Vec<SuspectPath>, sightings: Vec<Sighting>) {
         for suspect in suspects {
             if self.suspects.len() < SUSPECT_PATHS_MAX && !self.suspects.contains(&suspect) {
@@ -128,7 +128,8 @@ impl Suspicions {
         self.suspects.clone()
     }
 
-    /// Returns the first two sightings that are a conflict. `is_certain` says whether the members of an assignment will count.
+    /// Returns the first conflict between two sightings, if there is one. `is_certain` says whether the members that carry a
+    /// ticket are certain to be accepted.
     pub(super) fn conflict(&self, rivals: &Rivals, is_certain: impl Fn(u32) -> bool) -> Option<PathConflict> {
         for of_hash in self.sightings.values() {
             for (at, left) in of_hash.iter().enumerate() {
@@ -160,7 +161,7 @@ mod tests {
     /// SEMANTICS: "Two different paths with equal hashes do not end a stage-in. Nor does a path conflict in which one of the
     /// samples comes from a discarded attempt."
     #[test]
-    fn only_different_samples_of_rivals_that_count_are_a_conflict() {
+    fn only_different_and_accepted_samples_of_rival_sources_conflict() {
         let rivalry = |pattern, match_number| Rivalry { pattern, match_number };
         let rivalries = vec![rivalry(1, 1), rivalry(1, 2), rivalry(2, 3), rivalry(1, 1)];
         let rivals = Rivals { rivalries, paths: ["a", "b", "c", "d"].map(|name| name.as_bytes().to_vec()).to_vec() };

@@ -10,11 +10,11 @@ use dayfly_stagein::has_archive_ending;
 
 use crate::store::Dataset;
 
-/// The largest product of classes and nodes that fits into a summary.
+/// A summary has one number for each class on each node. It has room for at most this many of them.
 const SHARES_MAX: usize = 16 << 10;
-/// The most classes that a reader of the summary can tell apart.
+/// The most classes (top-level directories) that a reader of the summary can tell apart.
 const CLASSES_MAX: usize = 200;
-/// The most top-level directories that are counted. Samples in any others belong to no class.
+/// The most top-level directories that are counted. Samples in further directories belong to no class.
 const DIRECTORIES_MAX: usize = 100_000;
 
 /// Figures about the whole catalog, for the summary.
@@ -22,7 +22,7 @@ pub(super) struct Distribution {
     pub(super) nodes: Vec<NodeShare>,
     pub(super) sizes: Vec<u64>,
     pub(super) classes: Vec<ClassShare>,
-    /// Samples whose names end like those of archives.
+    /// Samples whose names end like the names of archives.
     pub(super) archives: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Why a stage-in failed, as far as its coordinator knows. The user sees the message.
+//! The errors with which the coordinator fails a stage-in. The user sees their messages.
 
 use std::error::Error;
 use std::io;
@@ -60,7 +60,7 @@ pub(crate) enum CoordinatorError {
     NodeSilent { node: NodeId, seconds: f64 },
     #[error("no progress on any node for {seconds} s (the session's --stage-in-timeout); it waited for: {waits_for}")]
     Stalled { seconds: u64, waits_for: String },
-    /// A unit that counts could not be read to its end.
+    /// An assigned unit could not be read to its end.
     #[error("{0}")]
     UnitFailed(String),
     #[error(transparent)]
@@ -81,7 +81,7 @@ pub(crate) enum CoordinatorError {
     Panicked,
     #[error(transparent)]
     JobLost(#[from] JobLost),
-    /// The first failure of a stage-in, which several parts of the coordinator learn of.
+    /// The first failure of a stage-in. Several parts of the coordinator share this error.
     #[error(transparent)]
     Shared(Arc<CoordinatorError>),
 }
@@ -122,7 +122,7 @@ impl CoordinatorError {
         }
     }
 
-    /// Returns the failure of a node.
+    /// Returns the error for a failure on `node`.
     pub(super) fn on_node(peers: &Peers, node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
         Self::OnNode { node: (peers.count() > 1).then_some(node), cause: cause.into() }
     }

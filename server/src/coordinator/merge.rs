@@ -1,4 +1,5 @@
-//! Merges what all workers found into the catalog. The memory that this takes does not grow with the dataset.
+//! Merges the sorted runs of all workers, and builds the catalog from them. The memory that this takes does not grow with the
+//! dataset.
 
 use std::fs::File;
 use std::io::{self, BufReader, BufWriter, Read, Seek};
@@ -128,7 +129,7 @@ fn read_back(mut file: &File) -> Result<impl Iterator<Item = io::Result<Member>>
 struct RunReader<'a> {
     job: &'a MergeJob,
     run: &'a Run,
-    /// Bytes of the run that are in memory at a time.
+    /// How many bytes of the run are in memory at a time.
     ahead_len: u64,
     /// The offset after the bytes in `buffer`.
     offset: u64,

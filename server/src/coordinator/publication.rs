@@ -30,7 +30,7 @@ pub(super) struct Publication<'a> {
     pub(super) request: &'a StageInRequest,
     pub(super) sources: Vec<Source>,
     pub(super) rivals: Arc<Rivals>,
-    /// Free bytes on each node, in order.
+    /// Free bytes on each node, in the order of node numbers.
     pub(super) free: Vec<u64>,
 }
 
@@ -58,7 +58,7 @@ impl Publication<'_> {
         Ok(merged)
     }
 
-    /// Has all nodes write their blocks out. Returns all runs.
+    /// Makes all nodes write their blocks to their drives. Returns all runs.
     async fn finish(&self) -> Result<Vec<Run>, CoordinatorError> {
         let context = &self.coordinator.context;
         let request = NodeStageInRequest::Finish { stage_in: self.stage_in.number };
@@ -92,8 +92,8 @@ impl Publication<'_> {
         context.blocking.run(move || job.run()).await?
     }
 
-    /// Has all nodes prepare the catalog. It spreads along a tree: in each round, every node that has it gives it to a few
-    /// more.
+    /// Makes all nodes prepare the catalog. The catalog spreads along a tree: in each round, every node that has the catalog
+    /// gives it to a few more nodes.
     async fn distribute_catalog(&self, merged: &Merged) -> Result<(), CoordinatorError> {
         let context = &self.coordinator.context;
         context.stage_ins.get(self.stage_in.number)?.set_catalog(merged.file.clone());
@@ -138,7 +138,7 @@ impl Publication<'_> {
         Ok(())
     }
 
-    /// Frees what the dataset replaced, on all nodes.
+    /// Frees, on all nodes, the dataset that this one replaced.
     pub(super) async fn settle(&self) -> Result<(), PeerError> {
         let request = NodeStageInRequest::Settle { stage_in: self.stage_in.number };
         self.ask_all(&request, self.coordinator.context.deadlines().request).await.map(drop)
@@ -157,7 +157,7 @@ impl Publication<'_> {
         join_all(asking).await.into_iter().collect()
     }
 
-    /// Returns the summary for the user. `unsettled` says why not all nodes could settle.
+    /// Returns the summary for the user. `unsettled` is the error if a node could not settle.
     pub(super) async fn summary(
         &self,
         merged: Merged,

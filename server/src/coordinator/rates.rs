@@ -1,5 +1,5 @@
-//! How many source bytes each node read in each interval. The memory it takes does not grow with time: intervals double
-//! in length when they become too many.
+//! Records how many source bytes each node read in each interval. The record stays small: when there are too many intervals,
+//! pairs of intervals are joined, and each interval is then twice as long.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,5 @@
-//! On any node, requests a stage-in from the coordinator and relays its events.
+//! Runs on the node that a user asks for a stage-in: requests the stage-in from the coordinator, and relays the stage-in's
+//! events.
 
 use std::sync::Arc;
 
@@ -10,14 +11,14 @@ use tokio::sync::mpsc;
 use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
-/// Has the coordinator run a stage-in, and sends the stage-in's events to `events`. The last event
-/// says how it ended. If the receiver goes away, the stage-in is canceled.
+/// Asks the coordinator to run a stage-in, and sends the stage-in's events to `events`. The last event says how the stage-in
+/// ended. If the receiver goes away, the stage-in is canceled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
     let timeout = peers.deadlines().request;
     let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {
         Ok(CoordinatorReply::Started { subscription }) => subscription,
         other => {
-            // Here and below, the client that asked may be gone.
+            // Here and below, sending may fail because the client that asked is gone.
             let _ = events.send(failure(other)).await;
             return;
         }
@@ -59,7 +60,7 @@ async fn relay(peers: &Peers, subscription: u64, events: &mpsc::Sender<Event>) -
 /// Returns the event for the user when the coordinator rejects a request, or cannot be reached.
 fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
     let reason = match answer {
-        // The coordinator's name does not help its user.
+        // The reason is enough: it does not help the user to know which node is the coordinator.
         Err(PeerError::Rejected { rejection, .. }) => rejection.reason,
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
             format!("{error}: too many sources for one message; list them in a file, and pass @FILE")

@@ -59,7 +59,7 @@ pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest,
     let _ = events.send(event).await;
 }
 
-/// Turns a panic into an error of the stage-in, so that its room is freed and its user learns of it.
+/// Turns a panic into an error of the stage-in, so that the stage-in's room is freed and the user sees the error.
 async fn catch_panic<T>(work: impl Future<Output = Result<T, CoordinatorError>>) -> Result<T, CoordinatorError> {
     AssertUnwindSafe(work).catch_unwind().await.unwrap_or(Err(CoordinatorError::Panicked))
 }
@@ -87,7 +87,7 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    // The plan is also written to a data dir.
+    // The plan needs room too, because it is written to a data dir.
     make_headroom(context).await?;
     let planning = CancelOnDrop::default();
     let (plan, plan_drive) = tokio::select! {
@@ -125,7 +125,7 @@ async fn run_to_end(
         }
     };
     let prepared = catch_panic(preparing).await;
-    // From here on the stage-in cannot be canceled: either all nodes show the dataset, or it is undone.
+    // From here on the stage-in cannot be canceled: either all nodes show the dataset, or the stage-in is undone.
     let published = match prepared {
         Ok(merged) => catch_panic(publication.commit(replaces)).await.map(|()| merged),
         Err(error) => Err(error),
@@ -133,12 +133,13 @@ async fn run_to_end(
     let result = match published {
         Ok(merged) => {
             coordinator.registry.set_published(number);
-            // All nodes show the dataset. A node that misses this message settles when its next report is answered.
+            // All nodes show the dataset. A node that misses the request to settle settles when its next report is answered.
             let settled = publication.settle().await;
             publication.summary(merged, settled.err(), start).await
         }
         Err(error) => {
-            // A lost node has nothing to undo, and the user needs to know the first failure only.
+            // An error of the abort is ignored: a lost node has nothing to undo, and the user needs to know only the first
+            // failure.
             let _ = publication.abort().await;
             let stored = stage_in.progress().bytes;
             let error = error.with_amounts(stored, &publication.free).share();
@@ -150,7 +151,7 @@ async fn run_to_end(
     result
 }
 
-/// Sends progress events for a phase that counts nothing, until dropped.
+/// Sends progress events for a phase in which nothing is counted. Ends only when the future is dropped.
 async fn report_phase<T>(context: &CoordinatorContext, events: &mpsc::Sender<Event>, phase: Phase) -> T {
     loop {
         sleep(context.deadlines().progress_interval).await;
@@ -171,7 +172,7 @@ async fn planning_stalls(context: &CoordinatorContext, monitor: &ProgressMonitor
     }
 }
 
-/// Plans the stage-in. Returns the plan, and the drive on which its units lie.
+/// Plans the stage-in. Returns the plan, and the drive that stores the list of its units.
 async fn make_plan(
     context: &CoordinatorContext,
     request: &StageInRequest,
@@ -189,7 +190,7 @@ async fn make_plan(
     planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
 }
 
-/// Has all nodes evict cached blocks for what a stage-in writes in addition to blocks.
+/// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
 async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
     let asking = context.peers.nodes().map(|node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));
@@ -199,7 +200,7 @@ async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorEr
     Ok(())
 }
 
-/// Returns the free bytes on each node, in order.
+/// Returns the free bytes on each node, in the order of node numbers.
 async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, CoordinatorError> {
     let timeout = context.deadlines().request;
     let asking = context.peers.nodes().map(|node| async move {
@@ -224,7 +225,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64) -> StageInEstimate {
     }
 }
 
-/// Sends progress events until dropped. Returns an error once the stage-in stalls or a node is lost.
+/// Sends progress events until the future is dropped. Returns an error once the stage-in stalls or a node is lost.
 async fn watch_progress<T>(
     context: &CoordinatorContext,
     stage_in: &CoordinatedStageIn,
@@ -233,7 +234,7 @@ async fn watch_progress<T>(
     let mut detector = StallDetector::new(context.deadlines());
     loop {
         sleep(context.deadlines().progress_interval).await;
-        // Each step of publishing has a deadline of its own.
+        // Publishing is not checked for stalls, because each of its steps has a deadline of its own.
         let is_publishing = stage_in.progress().phase == Phase::Publishing;
         if detector.is_stalled(stage_in.steps()) && !is_publishing {
             return Err(detector.error(stage_in.waits_for()));
@@ -245,7 +246,7 @@ async fn watch_progress<T>(
             let seconds = context.deadlines().node_silent.as_secs_f64();
             return Err(CoordinatorError::NodeSilent { node, seconds });
         }
-        // A slow client misses some events; the next one contains them.
+        // A slow client misses some events. This loses nothing, because each event contains all progress so far.
         let _ = events.try_send(Event::Progress(stage_in.progress().clone()));
     }
 }

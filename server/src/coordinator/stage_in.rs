@@ -30,7 +30,7 @@ pub(crate) struct NodeReport {
     pub(crate) waits: Vec<String>,
     /// Path conflicts that the node, as an owner of blocks, suspects.
     pub(crate) suspects: Vec<SuspectPath>,
-    /// Samples with suspect paths that its workers found.
+    /// Samples that the node's workers found and whose paths are suspect.
     pub(crate) sightings: Vec<Sighting>,
 }
 
@@ -38,19 +38,19 @@ pub(crate) struct NodeReport {
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
     unit_ledger: Mutex<UnitLedger>,
-    /// The drive on which the units lie.
+    /// The drive that stores the list of units.
     plan_drive: Arc<Drive>,
     progress: Mutex<Progress>,
     rates: Mutex<Rates>,
     counts: Mutex<Counts>,
     redone_bytes: AtomicU64,
-    /// When each node last reported; before its first report, when the stage-in was planned.
+    /// When each node last reported. Until a node's first report, this is the time when the stage-in began.
     reported_at: Mutex<Vec<Instant>>,
     failure: watch::Sender<Option<Arc<CoordinatorError>>>,
     /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know about the stage-in.
     all_begun: SetOnce<()>,
     all_read: watch::Sender<bool>,
-    /// Notified when a unit is reported: another may have become free, or none may be left.
+    /// Notified when a unit is reported: another unit may have become assignable, or no unit may be left.
     unit_reported: Notify,
     /// Counts all progress on all nodes. If there is none for too long, the stage-in has stalled.
     steps: AtomicU64,
@@ -105,7 +105,7 @@ impl CoordinatedStageIn {
         let _ = self.all_read.subscribe().wait_for(|all_read| *all_read).await;
     }
 
-    /// Takes a worker's report of the units that it has finished, if any, and answers with more.
+    /// Takes a worker's report of its finished units, if any, and answers with more units.
     pub(super) async fn next_units(&self, finished: Vec<UnitReport>) -> CoordinatorReply {
         // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
         self.all_begun.wait().await;
@@ -167,7 +167,7 @@ impl CoordinatedStageIn {
         self.unit_ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the assignments whose members do not count.
+    /// Returns the tickets of rejected assignments. Archive members that carry these tickets are left out.
     pub(super) fn rejected_tickets(&self) -> HashSet<u32> {
         self.unit_ledger().rejected_tickets().clone()
     }
@@ -230,7 +230,7 @@ impl CoordinatedStageIn {
         self.steps.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Returns all progress so far.
+    /// Returns the number of steps so far.
     pub(super) fn steps(&self) -> u64 {
         self.steps.load(Ordering::Relaxed)
     }
@@ -257,7 +257,8 @@ impl CoordinatedStageIn {
             failure.get_or_insert_with(|| error.share());
             is_first
         });
-        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all have begun, this is already set.
+        // Workers that wait for all nodes to begin must learn that the stage-in is over. If all nodes have begun, `all_begun`
+        // is already set.
         let _ = self.all_begun.set(());
         self.unit_reported.notify_waiters();
     }

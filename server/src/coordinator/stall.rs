@@ -6,7 +6,8 @@ use dayfly_meta::deadlines::Deadlines;
 
 use super::CoordinatorError;
 
-/// Counts checks that saw no progress. It counts checks, not time, because a stopped process makes no checks.
+/// Counts checks that saw no progress. It counts checks and not time, so that a pause of the whole process does not look like a
+/// stall: a stopped process makes no checks.
 pub(super) struct StallDetector {
     timeout: Duration,
     interval: Duration,

@@ -1,8 +1,8 @@
 //! Subscriptions: the events of a stage-in, kept until the node that started it asks for them.
 //!
-//! A node asks for one event after another. Each question says how many events have arrived, so an event whose answer was lost is
-//! delivered again. A subscription that nobody asks about expires, which cancels its stage-in, because the node, or its client, is
-//! gone.
+//! A node asks for one event after another. Each request says how many events have arrived, so if an answer is lost, its event
+//! is delivered again. If nobody asks for a stage-in's events for too long, the node or its client must be gone: the
+//! subscription expires, which cancels the stage-in.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -65,7 +65,8 @@ struct Delivery {
     events: mpsc::Receiver<Event>,
     /// Number of events that have been delivered so far.
     count: u64,
-    /// The last of them, whose answer may have been lost. `None` once the stage-in has dropped its sender.
+    /// The last of these events. The answer that carried it may have been lost. `None` once the stage-in has dropped its
+    /// sender.
     last: Option<Event>,
 }
 
@@ -115,7 +116,7 @@ impl Subscriptions {
         }
     }
 
-    /// Returns the event after the first `received`, or `None` if it does not come soon.
+    /// Returns the event that follows the first `received` events, or `None` if that event does not come soon.
     pub(crate) async fn next(&self, number: u64, received: u64) -> Result<Option<Event>, SubscriptionError> {
         let subscription = self.table().open.get(&number).cloned().ok_or(SubscriptionError::Expired)?;
         *subscription.asked_at() = Instant::now();

@@ -39,7 +39,8 @@ pub(crate) enum ReadError {
     #[error("node {0} sent a reply that does not match the request")]
     WrongReply(NodeId),
     #[error(
-        "node {owner} sent it damaged {attempts} times in a row: {mismatch}; its drive, its memory or the network is at fault"
+        "node {owner} sent damaged bytes {attempts} times in a row: {mismatch}; \
+         that node's drive or memory, or the network, is at fault"
     )]
     Damaged {
         owner: NodeId,

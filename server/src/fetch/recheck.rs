@@ -15,8 +15,8 @@ use super::error::{ChunkName, CopyError, FetchError, ReadError, read_error};
 use crate::store::Dataset;
 
 impl Fetcher {
-    /// Checks this node's copies of chunks. Returns an error for each bad copy of a block that this node owns, because no other
-    /// node has a copy of it.
+    /// Checks this node's copies of chunks. Returns an error for each bad copy of a block that this node owns, because such a
+    /// block cannot be fetched from another node.
     pub(crate) async fn recheck(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Option<FetchError>> {
         let (fetcher, checked, wanted) = (self.clone(), dataset.clone(), chunks.to_vec());
         let checking = self.blocking.run(move || -> Vec<Option<FetchError>> {
@@ -74,7 +74,8 @@ impl Fetcher {
     }
 }
 
-/// Reads a chunk from this node's drive and compares it with its checksum; returns `None` if the catalog has no such chunk.
+/// Reads a chunk from this node's drive and compares the bytes with the chunk's checksum; returns `None` if the catalog has no
+/// such chunk.
 fn check_copy(dataset: &Dataset, chunk: Chunk, position: DrivePosition) -> Option<Result<(), CopyError>> {
     let info = dataset.chunk(chunk)?;
     let expected = dataset.catalog().chunk_checksum(chunk)?;

@@ -1,5 +1,5 @@
-//! Checks the chunks that an owner sent against the checksums in the catalog, before any process
-//! can read them and before they are cached.
+//! Compares the chunks that an owner sent with the checksums in the catalog, before any process can read them and before they
+//! are cached.
 
 use std::sync::Arc;
 
@@ -33,7 +33,7 @@ pub(super) struct OwnerReply {
     pub(super) owner: NodeId,
     /// One slot for each requested chunk, in order.
     pub(super) slots: Vec<Slot>,
-    /// The bytes that arrived in each slot.
+    /// How many bytes arrived in each slot.
     pub(super) lens: Vec<u64>,
     /// Indexes of the chunks that the owner does not hold.
     pub(super) missing: Vec<u32>,

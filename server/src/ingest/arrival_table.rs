@@ -1,8 +1,8 @@
-//! Where each shipped block lies, by its arrival number: one word per block in a file, so that memory does not grow with the
-//! number of blocks.
+//! Records where each shipped block lies, by arrival number. The table is a file with one word per block, so that memory does
+//! not grow with the number of blocks.
 //!
-//! The file is not synced. Each word is written only once, so a page that the drive loses reads as it was before, or as zeros.
-//! Zero is not a valid position: the block then counts as missing, and the stage-in fails.
+//! The file is not synced. A page that the drive loses reads as it was before, or as zeros. Each word is written only once, so
+//! a lost word is zero, which is not a valid position. The block then counts as missing, and the stage-in fails.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +17,7 @@ use crate::store::Drive;
 /// Positions by arrival number.
 pub(super) struct ArrivalTable {
     file: File,
-    /// Where the file lies.
+    /// The drive that the file is on.
     drive: Arc<Drive>,
     /// Set when all blocks have arrived.
     map: OnceLock<SharedWords>,
@@ -35,7 +35,7 @@ impl ArrivalTable {
         self.file.write_all_at(&words, u64::from(first) * 8).map_err(|error| self.drive.failure(error))
     }
 
-    /// Opens the table for [`Self::find`], when all `count` blocks have been written.
+    /// Opens the table for [`Self::find`], after all `count` blocks have been written.
     pub(super) fn finish(&self, count: u32) -> io::Result<()> {
         if count == 0 {
             return Ok(());

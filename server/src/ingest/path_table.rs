@@ -1,15 +1,16 @@
-//! Hashes of the sample paths that have arrived. If two rival sources (sources that the same pattern matched) have the same
-//! path, the table suspects a path conflict.
+//! A table with the hashes of the sample paths that have arrived. If two rival sources (sources that the same pattern matched)
+//! contain the same path, the table suspects a path conflict.
 //!
-//! The table never grows, because it is a part of the stage-in's memory: it forgets paths when it is full. The merge finds the
-//! conflicts that the table forgets, and those it never saw because a full owner passed the sample on to another node.
+//! The table's size is fixed, because it is a part of the stage-in's memory. When the table is full, it forgets paths. The
+//! merge finds the conflicts that are missed for this reason, and those that the table never saw because a full owner rejected
+//! the sample.
 
 use std::sync::{Mutex, PoisonError};
 
 use dayfly_meta::limits::SUSPECTS_REPORTED_MAX;
 use dayfly_meta::wire::peer::{Rival, SuspectPath};
 
-/// Entries that one path may occupy.
+/// The number of entries in which a path's hash may be stored. The hash determines which entries these are.
 const WAYS: usize = 4;
 
 /// The paths that have arrived, and the suspected conflicts that have not been reported yet.
@@ -66,7 +67,7 @@ impl PathTable {
         let known = ways.iter().find(|entry| entry.match_number > 0 && entry.hash == hash && entry.pattern == pattern).copied();
         match known {
             None => {
-                // If no entry is free, the hash picks the one that is forgotten.
+                // If no entry is free, the hash determines which entry is overwritten.
                 let free = ways.iter().position(|entry| entry.match_number == 0).unwrap_or((hash >> 60) as usize % WAYS);
                 ways[free] = Entry { hash, match_number, pattern, content };
             }

@@ -9,7 +9,7 @@ use dayfly_transport::Slot;
 use super::arrival_table::ArrivalTable;
 use crate::store::Segments;
 
-/// Memory for a block apart from its bytes, while it waits and while it is written.
+/// Memory that a block takes in addition to its bytes, while it waits and while it is written.
 const BLOCK_MEMORY: usize = 2 * size_of::<Waiting>();
 
 /// Blocks for one drive, and the slots that hold their bytes.
@@ -26,7 +26,7 @@ struct Waiting {
     /// Blocks are written in the order of these random numbers.
     shuffle: u64,
     arrival: u32,
-    /// The index of the slot, and the block's offset in it.
+    /// The index of the slot that holds the block; `start` is the block's offset in that slot.
     slot: u32,
     start: u32,
     len: u32,

@@ -1,7 +1,7 @@
 //! Connects to one peer, when the peer is first needed and again when the connection has been lost.
 //!
-//! A dial runs as a task of its own. All requests that need the peer during that time share it, none waits longer than its
-//! own deadline allows, and a later request finds its outcome.
+//! A dial runs as a task of its own. All requests that need the peer during that time share the dial. None of them waits longer
+//! than its own deadline allows, and a later request finds the dial's outcome.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,7 +16,8 @@ use tokio::time::Instant;
 use tokio::time::timeout;
 
 type DialOutcome = Result<Arc<dyn Connection>, TransportError>;
-/// A dial, in progress or finished: when it ended, and its outcome. Waiters get it in the order in which they came.
+/// A dial. Once it has ended, it contains the time at which it ended, and its outcome. Waiters get the outcome in the order in
+/// which they came.
 type Dial = SetOnce<(Instant, DialOutcome)>;
 
 /// Dials one peer, and keeps the connection.
@@ -29,7 +30,7 @@ pub(super) struct Dialer {
 
 #[derive(Default)]
 struct LastDial {
-    /// The last dial; unset while it is in progress.
+    /// The last dial. Its `SetOnce` is unset while the dial is in progress.
     dial: Option<Arc<Dial>>,
     /// The task of a dial in progress. It ends with the dialer.
     task: JoinSet<()>,
@@ -48,7 +49,7 @@ impl Dialer {
         self.last_dial.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns whether the peer could not be reached, or was reached once and is lost now. While it is being dialed it is not
+    /// Returns whether the peer could not be reached, or was reached once and is lost now. A peer that is being dialed is not
     /// lost.
     pub(super) fn is_lost(&self) -> bool {
         let last_dial = self.last_dial();
@@ -95,7 +96,8 @@ impl Dialer {
             if let Err(error) = &outcome {
                 tracing::warn!(%peer, %address, %error, "cannot reach a peer");
             }
-            // Only this task sets the outcome. It stays until the next dial, even if nothing waits for it anymore.
+            // This cannot fail, because only this task sets the outcome. The outcome stays until the next dial, even if nothing
+            // waits for it anymore.
             let _ = dialing.set((Instant::now(), outcome));
         });
         *dial = Some(new.clone());
@@ -178,7 +180,7 @@ mod tests {
     ///
     /// SEMANTICS: "The time to connect to the owner counts toward the deadline."
     #[tokio::test]
-    async fn askers_share_a_dial_that_goes_on_past_their_deadlines() {
+    async fn requests_share_a_dial_that_continues_past_their_deadlines() {
         let (open, opened) = watch::channel(false);
         let slow = Arc::new(Slow { dials: AtomicUsize::new(0), open: opened });
         let transport: Arc<dyn Transport> = slow.clone();
@@ -197,7 +199,7 @@ mod tests {
         assert_eq!(connection.peer(), NodeId(1));
         assert!(dialer.connection(&transport, Duration::ZERO).await.is_ok(), "it needs no wait");
         assert_eq!(slow.dials.load(Ordering::Relaxed), 1, "one dial served all requests");
-        // All requests that come soon after a failure share it.
+        // All requests that come soon after a failure share that failure.
         drop(open);
         let (_, closed) = watch::channel(false);
         let gone = Arc::new(Slow { dials: AtomicUsize::new(0), open: closed });

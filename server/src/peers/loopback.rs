@@ -20,7 +20,7 @@ use crate::blocking::Blocking;
 pub(super) struct Loopback {
     node: NodeId,
     address: SocketAddr,
-    /// Weak, because the service holds the parts of the node that hold this connection.
+    /// Weak, to avoid a cycle: the service holds parts of the node, and these parts hold this connection.
     service: Weak<dyn Service>,
     blocking: Arc<dyn Blocking>,
 }
@@ -85,8 +85,7 @@ impl Connection for Loopback {
             let landing = LoopbackLanding { payload: payload.clone(), len };
             let answered = service.offered(self.node, message, Incoming::new(len as u64, Box::new(landing))).await;
             let message = answered.map_err(|refusal| self.refused(refusal))?;
-            // The service has dropped its landing by now. If it has not, it breaks its contract, and the asker's
-            // deadline ends the wait.
+            // By its contract, the service has dropped the landing by now. If it has not, the asker's deadline ends the wait.
             let Some(payload) = Arc::into_inner(payload) else { return future::pending().await };
             Ok(Offered { message, payload: payload.into_inner().unwrap_or_else(PoisonError::into_inner) })
         })
@@ -132,7 +131,7 @@ fn copy(piece: &Piece, room: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Lands offered bytes by copying them. Batches of stage-ins for their own node do not come this way.
+/// Lands offered bytes by copying them. A worker's batches for its own node do not come this way.
 struct LoopbackLanding {
     payload: Arc<Mutex<Slot>>,
     len: usize,
@@ -157,7 +156,8 @@ mod tests {
     use super::*;
     use crate::blocking::Threads;
 
-    /// Answers a pull with a file and its message, keeps an offer, and never answers the message "hang".
+    /// Answers a pull with a part of a file and with the pull's message, answers an offer with the offered bytes, and never
+    /// answers the message "hang".
     struct Echo {
         file: Arc<std::fs::File>,
         region: Region,

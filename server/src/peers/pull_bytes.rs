@@ -1,4 +1,4 @@
-//! Reads bytes of runs and catalogs, for which the checksum in the reply is the only check.
+//! Reads bytes of runs and catalogs. The checksum in the reply is the only check of these bytes.
 
 use dayfly_meta::checksum::check;
 use dayfly_meta::id::NodeId;

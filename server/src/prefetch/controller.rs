@@ -9,16 +9,16 @@
 //! requests = boost · rate · latency / request length + 1
 //! ```
 //!
-//! The depth is twice what the link holds, plus what the reader consumes between two runs of the law.
+//! The depth is twice what the link holds, plus what the reader reads in two intervals.
 //!
-//! A reader that has to wait for us lowers `rate`, which hides how fast it could be. Therefore `boost` doubles when the reader had
-//! to wait. It keeps doubling until one doubling makes the reader less than a tenth faster; that one is taken back, and `boost`
-//! stays. Where the link is the limit, even the first doubling is taken back: the law uses the shortest latency, not the mean, so
-//! requests that queue behind each other do not lead to still more requests. When the rate halves or doubles, `boost` is learned
-//! again.
+//! A reader that has to wait for chunks reads more slowly than it could, so `rate` is too low. Therefore `boost` doubles when
+//! the reader had to wait. It keeps doubling until one doubling makes the reader less than a tenth faster; that last doubling
+//! is taken back, and `boost` then stays as it is. Where the link is the limit, even the first doubling is taken back. The law
+//! uses the shortest latency and not the mean: requests that queue behind each other raise the mean, and must not lead to still
+//! more requests. When the rate halves or doubles, `boost` is learned again.
 //!
-//! While other requests wait for room in the arena, the memory halves in each interval. Afterward
-//! it grows back by a twentieth in each interval.
+//! While other requests wait for room in the arena, the memory that the order may use halves in each interval. Afterward, a
+//! twentieth of the full memory is added back in each interval.
 
 use std::time::Duration;
 
@@ -53,13 +53,13 @@ pub(super) struct Observation {
 /// The controller's targets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Targets {
-    /// Bytes to be ahead of the reader.
+    /// How many bytes to be ahead of the reader.
     pub(super) depth_bytes: u64,
-    /// Requests to have in flight.
+    /// How many requests to have in flight.
     pub(super) requests: usize,
 }
 
-/// The state of the trial of a doubled boost.
+/// The state of an attempt to double the boost.
 #[derive(Clone, Copy)]
 enum Trial {
     /// A doubling may help.
@@ -200,8 +200,8 @@ mod tests {
         history
     }
 
-    /// Asserts that after two seconds the depth stays within a quarter of its mean, and the reader reads as fast as the link and
-    /// the reader itself allow.
+    /// Asserts that after two seconds the depth stays within a quarter of its mean, and that the reader is as fast as the link
+    /// and its own speed allow.
     fn converges(rate: f64, latency_s: f64, reader: f64) {
         let history = simulate(rate, latency_s, reader, 256 << 20);
         let settled = &history[200..];
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_bounds_the_depth_and_waiting_requests_halve_it() {
+    fn memory_bounds_the_depth_and_requests_that_wait_for_room_halve_it() {
         assert!(simulate(2e9, 0.02, 2e9, 8 << 20).iter().all(|(targets, _)| targets.depth_bytes <= 8 << 20));
         let mut controller = Controller::new(16);
         let observed = Observation {

@@ -19,7 +19,7 @@ use crate::arena::Lease;
 use crate::fetch::{Fetched, FetchedChunks, Fetcher};
 use crate::store::Dataset;
 
-/// The most chunks that one request asks for. Small requests return as steadily as the reader reads.
+/// The most chunks that one request asks for. Requests are small so that chunks arrive as steadily as the reader reads them.
 const REQUEST_CHUNKS_MAX: usize = 256;
 const REQUEST_LEN_MAX: u64 = 2 << 20;
 /// How often the task looks at the marks while the reader is reading, and while it is not.
@@ -29,9 +29,10 @@ const IDLE_LOOK_INTERVAL: Duration = Duration::from_millis(10);
 const IDLE_AFTER: Duration = Duration::from_millis(50);
 /// Several readers may share an order and overtake each other, so the task looks at this many chunks at the window's front.
 const OUT_OF_ORDER_MAX: usize = 256;
-/// How many of the chunks that processes asked for the order remembers.
+/// The most chunks to remember among those that processes asked for themselves.
 const DEMANDED_MAX: usize = 16 << 10;
-/// Samples that the task looks at for one request: a long run of local samples must not keep the thread from other tasks.
+/// The most samples that the task looks at for one request: a long run of local samples must not keep the thread from other
+/// tasks.
 const REQUEST_SAMPLES_MAX: usize = 4096;
 /// The initial estimate of the mean length of a chunk.
 const INITIAL_MEAN_LEN: u64 = 4096;
@@ -97,7 +98,8 @@ struct Upcoming<'a> {
 }
 
 impl Upcoming<'_> {
-    /// Takes the next chunks that are not local, as many as fit in one request. Returns them and their bytes.
+    /// Takes the next chunks that are not local, as many as fit in one request. Returns these chunks and their total length in
+    /// bytes.
     fn next_request(&mut self) -> (Vec<Chunk>, u64) {
         let (mut request, mut bytes) = (Vec::new(), 0);
         let mut samples = 0;
@@ -146,7 +148,7 @@ struct UnreadChunk {
     chunk: Chunk,
     lease: Lease,
     since: Instant,
-    /// Counts the chunks of the order as they arrive.
+    /// The sequence number of this chunk: the order's chunks are numbered as they arrive.
     number: u64,
 }
 
@@ -157,9 +159,9 @@ pub(super) struct OrderTask<'a> {
     upcoming: Upcoming<'a>,
     window: VecDeque<UnreadChunk>,
     window_bytes: u64,
-    /// The number of the next chunk that arrives.
+    /// The sequence number of the next chunk that arrives.
     next_number: u64,
-    /// The highest number of a chunk that was read.
+    /// The highest sequence number of a chunk that was read.
     furthest_read: u64,
     controller: Controller,
     targets: Targets,
@@ -261,7 +263,7 @@ impl<'a> OrderTask<'a> {
         let mut missing: Vec<Option<Chunk>> = request.chunks.into_iter().map(Some).collect();
         for (index, fetched) in request.fetched {
             let Some(chunk) = missing.get_mut(index as usize).and_then(Option::take) else { continue };
-            // A chunk that failed is not asked for again here: it fails again for its reader, who then gets the error.
+            // A chunk that failed is not requested again here. If a reader requests the chunk, that reader gets the error.
             let Fetched::Leased(lease) = fetched else { continue };
             if !self.order.demanded().remove(&chunk) {
                 self.window_bytes += lease.len();
@@ -284,7 +286,8 @@ impl<'a> OrderTask<'a> {
         let (mut index, mut hits, mut read_bytes) = (0, 0, 0);
         while index < self.window.len().min(OUT_OF_ORDER_MAX) {
             let UnreadChunk { chunk, lease, .. } = &self.window[index];
-            // A block that has been cached since is read from the drive, which leaves no mark. It counts as read.
+            // If the chunk's block has been cached in the meantime, processes read it from the drive, which leaves no mark.
+            // Such a chunk counts as read.
             if !lease.was_read() && !self.upcoming.dataset.is_local(chunk.block) {
                 index += 1;
             } else if let Some(UnreadChunk { chunk, lease, number, .. }) = self.window.remove(index) {
@@ -342,7 +345,8 @@ impl<'a> OrderTask<'a> {
         self.controlled_at = Instant::now();
     }
 
-    /// Drops old chunks at the front of the window that the reader has overtaken: it will not read them.
+    /// Drops the old chunks at the front of the window. The reader has already read later chunks, and will probably not read
+    /// these.
     fn drop_overtaken(&mut self) {
         let limit = self.prefetcher.order_idle;
         let is_overtaken = |first: &UnreadChunk| first.number < self.furthest_read && first.since.elapsed() > limit;
@@ -381,7 +385,7 @@ impl Drop for OrderTask<'_> {
 /// A request that was answered.
 struct CompletedRequest {
     chunks: Vec<Chunk>,
-    /// The chunks' bytes.
+    /// The total length of the chunks in bytes.
     bytes: u64,
     fetched: FetchedChunks,
     took: Duration,
@@ -399,7 +403,7 @@ async fn fetch(
     let start = Instant::now();
     let mut fetching = fetcher.begin_ahead(dataset, &chunks, bytes);
     for (index, lease) in fetching.leased() {
-        // A mark on a chunk that was resident before comes from an earlier epoch, unless a process has just asked for it.
+        // If a chunk was already resident, its mark comes from an earlier epoch, unless a process has just asked for the chunk.
         if chunks.get(index as usize).is_some_and(|chunk| !order.demanded().contains(chunk)) {
             lease.clear_mark();
         }

@@ -1,4 +1,4 @@
-//! Offers: blocks that stage-ins ship to this node as their owner.
+//! Offers: blocks that stage-ins ship to this node because it owns them.
 
 use std::sync::Arc;
 

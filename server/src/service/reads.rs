@@ -45,7 +45,7 @@ impl Reads {
     /// Returns a dataset that peers may read: one that is visible here, or one that peers show before or after this node does.
     fn readable_dataset(&self, id: DatasetId) -> Option<Arc<Dataset>> {
         let visible = || self.store.dataset(id);
-        // Between the first two lookups it may have become visible, and its stage-in may have settled.
+        // Between the first two lookups the dataset may have become visible, and its stage-in may have settled.
         visible().or_else(|| self.stage_ins.dataset(id)).or_else(visible)
     }
 }

@@ -1,4 +1,4 @@
-//! Stage-ins: what this node's parts of them must do.
+//! Stage-ins: requests from the coordinator and from workers to this node's parts of stage-ins.
 
 use std::sync::Arc;
 

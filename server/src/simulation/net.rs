@@ -28,7 +28,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use super::random::Random;
 
-/// Slots of a region. Fewer than in production, because each seed creates new tables of them.
+/// The number of slots in a region. It is smaller than in production, because each seed creates new tables of slots.
 const SLOTS_MAX: u32 = 512;
 
 /// The faults of the link between two nodes, in both directions.
@@ -40,7 +40,7 @@ pub(super) struct LinkHealth {
     pub(super) slow: Duration,
     /// How many of the next requests are refused.
     pub(super) refused: u32,
-    /// In how many of the next bulk transfers a bit flips.
+    /// How many of the next bulk transfers have a bit flipped.
     pub(super) flipped: u32,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct NodeHealth {
     /// The node neither receives nor sends at this time.
     pub(super) is_frozen: bool,
     pub(super) is_killed: bool,
-    /// How many of the next pieces cannot be read from its drive.
+    /// How many of the next pieces cannot be read from the node's drive.
     pub(super) unreadable: u32,
 }
 
@@ -190,7 +190,7 @@ impl Net {
         }
     }
 
-    /// Loses each connection on which nothing gets through for too long, as the pings of a real transport do.
+    /// Ends each connection on which nothing gets through for too long. In a real transport, missing pings cause this.
     fn watch(self: &Arc<Self>) {
         for connection in self.live() {
             if self.is_open(connection.from, connection.peer)

@@ -21,7 +21,7 @@ use dayfly_transport::{
 pub(super) enum Planted {
     /// An owner answers a read with the wrong chunks.
     WrongChunk,
-    /// A connection receives an answer but never returns it, not even a timeout.
+    /// A connection receives an answer, but its caller waits forever and does not even get a timeout.
     SwallowedAnswer,
     /// A node confirms that it has made a dataset visible, but has not.
     UndoneCommit,

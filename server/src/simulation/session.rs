@@ -169,7 +169,7 @@ impl Session<'_> {
             if staged.is_ok() && visible == 0 {
                 self.broken("a stage-in succeeded, and no node shows its dataset".to_owned());
             }
-            // A source that was truncated while it was planned, or after it was read, leads to other files.
+            // If a source was truncated, the files that the dataset has depend on when that happened, so they are not checked.
             if visible == alive.len() && !is_truncated {
                 self.check_visible(&alive, b"second", &files).await;
                 let one = random.below(alive.len() as u64) as usize;
@@ -390,7 +390,7 @@ impl Reader {
         }
     }
 
-    /// Reads files in one request and compares their contents. Returns the errors of those that could not be read.
+    /// Reads files in one request and compares their contents. Returns the errors of the files that could not be read.
     async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
         let (start, node) = (Instant::now(), self.server.parts.config.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();

@@ -24,8 +24,8 @@ pub(super) struct Sources {
     pub(super) second: Vec<Source>,
 }
 
-/// Returns a temporary folder, in memory if this machine has a file system there, because a seed
-/// creates many files, and real drives would only slow the simulation down.
+/// Creates a temporary folder. It is in memory if this machine has `/dev/shm`, because a seed creates many files, and a real
+/// drive would only slow the simulation down.
 pub(super) fn scratch() -> tempfile::TempDir {
     let builder = || {
         let mut builder = tempfile::Builder::new();

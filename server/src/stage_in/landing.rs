@@ -1,4 +1,4 @@
-//! Blocks that arrive for this node, from its own workers and from others: where they land, and room for them on drives.
+//! Takes the blocks that this node's workers and other nodes ship to this node, and makes room for them on its drives.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::store::room_for;
 const ROOM_ATTEMPTS_MAX: usize = 8;
 
 impl NodeStageIn {
-    /// Returns memory for a batch to land in. Waits for it, which slows down the batch's sender.
+    /// Waits until there is memory in which a batch can land, and returns it. The wait slows down the batch's sender.
     pub(super) async fn landing_slot(&self, len: u64) -> Result<Slot, NodeStageInError> {
         if let Some(slot) = self.landing.slot_within(len, self.deadlines().landing_patience).await {
             return Ok(slot);
         }
-        // The batches that wait may be too few to be written yet, and still leave no gap that is large enough for another batch.
-        // Writing them makes room.
+        // The batches that wait to be written may leave no gap that is large enough for another batch, although they are too
+        // few to be written yet. Writing them now makes room.
         let ingest = self.ingest.clone();
         self.context.blocking.run(move || ingest.flush()).await??;
         self.landing.slot_within(len, self.deadlines().landing).await.ok_or(NodeStageInError::Busy)
@@ -37,7 +37,7 @@ impl NodeStageIn {
         }
     }
 
-    /// Takes a piece of a large block, for which room was reserved, from a peer.
+    /// Takes a piece of a large block from a peer. Room for the block must have been reserved before.
     pub(crate) async fn land_piece(
         &self,
         (arrival, offset): (u32, u64),
@@ -93,8 +93,8 @@ impl NodeStageIn {
         Ok(self.context.blocking.run(move || ingest.store_piece(arrival, offset, checksum, &slot[..len])).await??)
     }
 
-    /// Reserves room for a large block that will arrive in pieces. Returns the number that the pieces name, or `None` if
-    /// there is no room.
+    /// Reserves room for a large block that will arrive in pieces. Returns the block's arrival number, which comes with each
+    /// piece, or `None` if there is no room.
     pub(crate) async fn reserve(&self, block_len: u64, rival: Rival) -> Result<Option<u32>, NodeStageInError> {
         for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
             let ingest = self.ingest.clone();

@@ -8,7 +8,7 @@ use dayfly_meta::limits::{
 /// The shares of one stage-in, in bytes unless stated otherwise.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct MemoryShares {
-    /// An owner's table of paths.
+    /// The table of paths that this node needs as an owner of blocks.
     pub(super) paths_len: usize,
     /// Blocks that wait to be written in shuffled order.
     pub(super) shuffle_len: u64,
@@ -16,7 +16,7 @@ pub(super) struct MemoryShares {
     pub(super) batches: usize,
     /// Bytes of archive members that each worker has found and not yet put into a sorted run.
     pub(super) run_len: usize,
-    /// Bytes that have been decoded for each worker and that it has not consumed yet.
+    /// Bytes that are decoded ahead for each worker, before the worker consumes them.
     pub(super) decoded_ahead_len: usize,
 }
 
@@ -26,7 +26,7 @@ impl MemoryShares {
         let share = (total / STAGE_INS_MAX as u64) as usize;
         let shuffle_len = (share / 4).clamp(BATCH_LEN_MAX, SHUFFLE_LEN_MAX);
         let paths_len = (share / PATHS_SHARE).max(PATHS_LEN_MIN);
-        // If each worker gets only its minimum, so does the table of paths.
+        // The workers' minimum takes precedence over the table of paths, which shrinks at most to its own minimum.
         let minimum =
             shuffle_len + BATCHES_LANDING_MAX * BATCH_LEN_MAX + workers * STAGE_IN_MEMORY_PER_WORKER_MIN as usize / STAGE_INS_MAX;
         let paths_len = paths_len.min(share.saturating_sub(minimum)).max(PATHS_LEN_MIN);

@@ -30,7 +30,8 @@ pub(crate) struct PreparedCatalog {
 }
 
 impl NodeStageIn {
-    /// Reserves room for the catalog of `files` files, or as much of it as is free. Returns how many bytes are missing.
+    /// Reserves room for the catalog of `files` files. If there is not enough room, reserves none, and returns how many bytes
+    /// are missing.
     pub(super) fn reserve_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(room) = &mut *room else { return 0 };
@@ -38,7 +39,7 @@ impl NodeStageIn {
         if room.grow(more) { 0 } else { more }
     }
 
-    /// Takes over the space that was reserved for the catalog, and its drive.
+    /// Returns the drive for the catalog, and takes over the room that was reserved there.
     fn take_catalog_room(&self) -> (Arc<Drive>, Reservation) {
         let reserved = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take();
         let room = reserved.unwrap_or_else(|| Reservation::empty(&self.catalog_drive));
@@ -102,14 +103,15 @@ impl NodeStageIn {
     /// Makes the prepared dataset visible.
     pub(crate) fn commit(&self, replaces: Option<DatasetId>) -> Result<(), NodeStageInError> {
         let mut publication = self.publication();
-        // The dataset also stays among the prepared ones, so that there is no moment at which a peer finds it in neither place.
+        // The dataset also stays in `prepared`, so that at every moment a peer finds it either there or among the visible
+        // datasets.
         let dataset = publication.prepared.clone().ok_or(NodeStageInError::NotPrepared)?;
         publication.visible = Some(dataset.id());
         publication.replaced = self.context.store.show(dataset, replaces);
         Ok(())
     }
 
-    /// Frees what the dataset replaced, because the dataset is visible on all nodes.
+    /// Frees the dataset that the new one replaced, because the new one is visible on all nodes.
     pub(super) fn settle(&self) {
         self.stop();
         if let Some(replaced) = self.publication().replaced.take() {
@@ -137,8 +139,8 @@ impl NodeStageIn {
         self.ingest.segments().free();
     }
 
-    /// Returns whether the dataset is visible on this node. From then on only the coordinator may take it back, because other
-    /// nodes may show it too.
+    /// Returns whether the dataset is visible on this node. From then on, only the coordinator may hide the dataset again,
+    /// because other nodes may show it too.
     pub(super) fn is_visible(&self) -> bool {
         self.publication().visible.is_some()
     }

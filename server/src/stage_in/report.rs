@@ -1,4 +1,4 @@
-//! Regular reports to the coordinator. Its answers decide when and how the stage-in ends on this node.
+//! Regular reports to the coordinator. The coordinator's answers decide when and how the stage-in ends on this node.
 
 use std::sync::{Arc, Weak};
 
@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::{NodeStageIn, NodeStageIns};
 use crate::peers::PeerError;
 
-/// Keeps room free, while the stage-in runs, for its catalog and runs, even if other programs fill the drive.
+/// As long as the stage-in lasts, keeps room free for its catalog and its sorted runs, even if other programs fill the drive.
 pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
     while stage_in.unless_cancelled(sleep(stage_in.deadlines().progress_interval)).await.is_ok() {
         if let Err(error) = stage_in.context.room.make_headroom(0).await {
@@ -24,7 +24,7 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
     stage_in.cancel();
     let number = stage_in.number;
     let Some(stage_ins) = stage_ins.upgrade() else { return };
-    // The end runs on a task of its own, because it aborts this task.
+    // The end runs on a task of its own, because ending the stage-in aborts this task.
     tokio::spawn(async move {
         let is_published = stage_in.is_visible() && !is_aborted;
         // Planning the cache may wait for processes; the stage-in's memory is freed before that.
@@ -57,9 +57,9 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             }
             Ok(CoordinatorReply::Abort) => return true,
             Ok(_) => return false,
-            // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node on
-            // which it is visible keeps asking for longer than publishing may take. A node that is cut off for that long
-            // has already exited, because its lease expired.
+            // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that
+            // shows the dataset keeps asking for longer than publishing may take. A node that is cut off for that long has
+            // already exited, because its lease expired.
             Err(_) if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
                 continue;
             }
@@ -86,7 +86,8 @@ async fn send_report(stage_in: &NodeStageIn, asked_at: Instant) -> Result<Coordi
     loop {
         attempts += 1;
         match stage_in.context.peers.ask(stage_in.coordinator, request.clone(), deadlines.request).await {
-            // All nodes may dial the coordinator at once, so it may be slow to answer. It gets as much time as any peer.
+            // All nodes may dial the coordinator at once, so it may be slow to answer. It gets as much time as any peer gets
+            // before it counts as lost.
             Err(PeerError::Transport(_)) if attempts < 2 || asked_at.elapsed() < deadlines.peer_lost => {
                 sleep(deadlines.progress_interval).await;
             }

@@ -1,8 +1,8 @@
-//! Where a worker's blocks go: to the segments of this node, or to their owner, in an offer.
+//! Delivers a worker's blocks: to this node's segments if this node owns them, and otherwise to their owner, in offers.
 //!
-//! This is the one place where a node treats itself differently from a peer, for speed: [`OwnNode`] gathers a batch in the
-//! memory from which it is written, where an offer would copy it. Everything without bulk bytes, such as reserving room,
-//! goes through [`Peers`](crate::peers::Peers) for every owner.
+//! This is the one place where a node treats itself differently from a peer, for speed: [`OwnNode`] gathers a batch directly in
+//! the memory from which the batch is written to a drive. An offer would have to copy the batch into that memory. Everything
+//! without bulk bytes, such as reserving room, goes through [`Peers`](crate::peers::Peers) for every owner.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::peers::PeerError;
 
 type Outcome = Result<Delivery<Slot>, StageInError>;
 
-/// The owner of blocks, as a worker of this node reaches it.
+/// The owner of blocks, as seen by a worker of this node.
 trait Owner {
     /// Returns memory to gather a batch in; `None` if all memory that this worker may have is in use.
     fn buffer(&self) -> Result<Option<Slot>, StageInError>;
@@ -134,7 +134,8 @@ async fn offer(
         slot = returned;
     }
     let reason = format!(
-        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; its network card, its memory or the network in between is at fault"
+        "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; that node's network card or memory, \
+         or the network in between, is at fault"
     );
     Err(ship_error(owner, reason))
 }

@@ -50,9 +50,9 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
 }
 
-/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular report. If
-/// it cannot be reached at all, both sides end the stage-in on their own: the coordinator receives no reports, and this node no
-/// answers.
+/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular
+/// report. If it cannot be reached at all, both sides end the stage-in on their own, because the coordinator receives no
+/// reports and this node receives no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let (start, deadlines) = (Instant::now(), stage_in.deadlines());
     loop {
@@ -90,7 +90,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
     let mut finished: Vec<UnitReport> = Vec::new();
     loop {
         let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
-        // The timeout is twice the deadline, because the coordinator waits for its slowest node to begin.
+        // The timeout is twice the deadline, because the coordinator answers only after the slowest node has begun.
         let asking = context.peers.ask(stage_in.coordinator, request, 2 * stage_in.deadlines().request);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;
@@ -98,7 +98,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
             |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
         match reply.map_err(no_assignment)? {
             CoordinatorReply::Units(units) => finished = worker.run(&units)?,
-            // If the stage-in has been canceled in the meantime, the next request ends it.
+            // If the stage-in has been canceled in the meantime, the reply to the next request ends this worker.
             CoordinatorReply::Wait => {}
             CoordinatorReply::NoUnit => return worker.finish()?.finish().map_err(StageInError::TempFile),
             _ => return Err(StageInError::Cancelled),

@@ -1,6 +1,6 @@
 //! The blocks of other nodes that a dataset caches on this node: those whose hash is below a threshold, which is as high as the
-//! free room allows. The choice is the same in every epoch, so a dataset that does not fit entirely does not evict itself again and
-//! again, as it would with an LRU.
+//! free room allows. The choice is the same in every epoch, so if a dataset does not fit entirely, its blocks do not evict each
+//! other again and again, as they would with an LRU.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
@@ -24,8 +24,8 @@ mod tests;
 
 /// The threshold that selects all blocks: every hash is below it.
 const ALL: u64 = 1 << 32;
-/// The part of the room that blocks are selected for. The rest covers what alignment to pages
-/// wastes, and makes up for hashes that select slightly more than their share.
+/// The part of the room that the selected blocks should fill. The rest covers the bytes that alignment to pages wastes, and the
+/// excess if the hashes select slightly more blocks than they should.
 const ROOM_PERMILLE: u64 = 985;
 
 /// The cached blocks of one dataset.
@@ -118,8 +118,8 @@ pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
 pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) -> u64 {
     let left = u128::from(cached_room.saturating_sub(bytes));
     let share = (u128::from(threshold) * left).checked_div(cached_room.into()).unwrap_or(0) as u64;
-    // The result is slightly lower still, because a page is freed only when no block is left in it. It is always lower than before,
-    // so that callers make progress.
+    // The result is slightly lower than this share, because a page is freed only when no block is left in it. The threshold
+    // always falls, so that callers make progress.
     share.saturating_sub(threshold / 256).min(threshold.saturating_sub(1))
 }
 
@@ -142,15 +142,15 @@ impl Dataset {
         hash(block, self.catalog().header().seed)
     }
 
-    /// Raises the threshold to `threshold`, so that all blocks below it are cached. Does nothing if
-    /// the present threshold is higher.
+    /// Raises the threshold to `threshold`, so that all blocks whose hash is below it are cached. Does nothing if the present
+    /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
         let _writing = self.cached_blocks().lock();
         if self.is_gone() || threshold < self.cached_blocks().threshold() {
             return Ok(());
         }
-        // A process maps a segment at the length that it has when the process first sees it. So the segment gets its final
-        // length now, without taking room.
+        // A process maps a segment with the length that the segment has when the process first sees it. So the segment gets its
+        // final length now, without taking room.
         let most = (u128::from(self.remote_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
         let more = most.saturating_sub(self.cached_blocks().usage().1);
         self.segments().begin_cached_region(room_for(more) + more / 16)?;
@@ -200,7 +200,7 @@ impl Dataset {
         Ok(lens().sum())
     }
 
-    /// Writes one chunk of a larger block. The first one allocates room for the whole block.
+    /// Writes one chunk of a larger block. The first chunk to arrive allocates room for the whole block.
     fn write_piece(&self, writing: &mut Writing, chunk: Chunk, block_len: u64, bytes: &[u8]) -> io::Result<u64> {
         if let Entry::Vacant(vacant) = writing.partial.entry(chunk.block) {
             let room = room_for(block_len);
@@ -223,8 +223,8 @@ impl Dataset {
     /// Waits until the written blocks are on the drives, and publishes them.
     ///
     /// # Errors
-    /// If a drive fails, everything that was written to it since its last successful sync is dropped, and it caches no further
-    /// block of this dataset. The blocks on the other drives are published.
+    /// If a drive fails, everything that was written to that drive since its last successful sync is dropped, and the drive
+    /// gets no further cached block of this dataset. The blocks on the other drives are published.
     pub(crate) fn sync_cached(&self) -> io::Result<()> {
         let synced_group = {
             let mut writing = self.cached_blocks().lock();
@@ -255,10 +255,9 @@ impl Dataset {
         result
     }
 
-    /// Lowers the threshold to `threshold`, so that only blocks below it are cached, and withdraws
-    /// the others. A process that copies a withdrawn block notices afterward that it was withdrawn.
-    /// A process that views a block in place does not, so the caller waits until there are no views
-    /// before it calls [`Self::free_withdrawn`].
+    /// Lowers the threshold to `threshold`, so that only blocks whose hash is below it stay cached, and withdraws the others. A
+    /// process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
+    /// does not notice, so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
         let mut writing = self.cached_blocks().lock();
         if threshold >= self.cached_blocks().threshold() {
@@ -305,9 +304,9 @@ impl Dataset {
         })
     }
 
-    /// Withdraws one block whose copy is bad, if it is still cached at `position`; returns whether
-    /// it was. Its room is freed together with that of the blocks that are withdrawn next. A
-    /// process that views the copy in place continues to see the same bytes.
+    /// Withdraws one block whose copy is bad, if it is still cached at `position`; returns whether it was. The block's room is
+    /// freed the next time that withdrawn blocks are freed. A process that views the copy in place continues to see the same
+    /// bytes.
     pub(crate) fn withdraw_cached(&self, block: BlockId, position: DrivePosition) -> bool {
         let mut writing = self.cached_blocks().lock();
         let is_withdrawn = self.locations().withdraw(block, Location::Cached(position));

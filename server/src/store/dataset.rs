@@ -1,4 +1,4 @@
-//! A dataset on this node: its catalog, which every node has a copy of, and those of its blocks that are on this node.
+//! A dataset on this node: its catalog, of which every node has a copy, and the dataset's blocks that are on this node.
 
 use std::fs::File;
 use std::io;
@@ -18,7 +18,8 @@ use super::drive::{Drive, Reservation, read_only};
 use super::segment::Segments;
 use super::shared_file;
 
-/// Up to this many bytes of dead blocks stay: looking for them costs more than their room is worth.
+/// Dead blocks (blocks that the catalog does not contain) are freed only if they take more than this many bytes. Otherwise,
+/// looking for them costs more than their room is worth.
 const DEAD_BYTES_MAX: u64 = 1 << 20;
 
 /// Why a dataset cannot be prepared on this node.
@@ -62,7 +63,7 @@ pub(crate) struct Dataset {
     segments: Arc<Segments>,
     owned: Owned,
     cached_blocks: CachedBlocks,
-    /// Set before the blocks' room is freed. Pieces that are being sent to peers hold it too.
+    /// Set before the blocks' room is freed. Pieces that are being sent to peers share this flag.
     gone: Arc<AtomicBool>,
     /// The room of the catalog.
     _room: Reservation,
@@ -82,7 +83,7 @@ pub(crate) struct NewDataset<'a> {
     pub(crate) room: Reservation,
     /// The blocks that were shipped to this node.
     pub(crate) segments: Arc<Segments>,
-    /// The length of all these blocks, including those that do not end up in the catalog.
+    /// The total length of these blocks, including those that do not end up in the catalog.
     pub(crate) stored_bytes: u64,
 }
 
@@ -182,7 +183,7 @@ impl Dataset {
         &self.cached_blocks
     }
 
-    /// Prefetches into the processor's cache what the calls below will read about these chunks.
+    /// Prefetches, into the processor's cache, the entries of these chunks' blocks in the catalog and in the locations table.
     pub(crate) fn prefetch(&self, chunks: &[Chunk]) {
         for chunk in chunks {
             self.catalog.prefetch_block(chunk.block);
@@ -200,14 +201,15 @@ impl Dataset {
         })
     }
 
-    /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether it did.
+    /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether the
+    /// location was published.
     pub(crate) fn publish_in_arena(&self, block: BlockId, location: Location) -> bool {
         self.locations.publish_absent(block, location)
     }
 
     /// Returns a chunk to be sent to a peer; `None` unless this node owns its block.
     pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
-        // A cached copy is not sent, because it may be freed in the meantime.
+        // A cached copy is not sent, because it may be freed while it is being sent.
         let Location::Owned(position) = self.locations.find(chunk.block)? else { return None };
         let (_, block_len) = self.catalog.block(chunk.block)?;
         let len = chunk.len_in(block_len)?;
@@ -221,7 +223,8 @@ impl Dataset {
         self.locations.set_gone(gone);
     }
 
-    /// Stops this node's processes from reading the dataset. Peers on which it is still visible can read its blocks.
+    /// Stops this node's processes from reading the dataset. Peers that still show the dataset can still read its blocks from
+    /// this node.
     pub(crate) fn hide(&self) {
         self.locations.set_gone(true);
     }

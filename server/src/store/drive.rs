@@ -101,8 +101,8 @@ impl Drive {
         self.write_back.sync(file).map_err(|error| self.loss_error(error))
     }
 
-    /// Adds the data dir's name, and what the user can do, to the error of a call on a file there.
-    /// An error that already has them stays as it is.
+    /// Adds the data dir's name, and what the user can do, to the error of a call on a file there. An error that already names
+    /// the data dir stays as it is.
     pub(crate) fn failure(&self, error: io::Error) -> io::Error {
         if error.get_ref().is_some_and(|inner| inner.is::<DriveError>()) {
             return error;
@@ -115,7 +115,8 @@ impl Drive {
         unnamed_file(&self.path).map_err(|error| self.failure(error))
     }
 
-    /// Logs the error of a sync and adds the data dir's name to it: the kernel accepted the bytes, but the drive did not.
+    /// Logs the error of a sync, and adds the data dir's name to it. Such an error means that the kernel accepted bytes that
+    /// did not reach the drive.
     pub(super) fn loss_error(&self, error: io::Error) -> io::Error {
         tracing::warn!(data_dir = %self.path.display(), %error, "a drive has lost what was written to it");
         io::Error::new(error.kind(), DriveError::Lost { path: self.path.clone(), source: error })
@@ -273,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_removed_data_dir_is_to_be_created_again() {
+    fn the_error_for_a_removed_data_dir_says_to_create_it_again() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1000).unwrap();
         std::fs::remove_dir(folder.path()).unwrap();

@@ -1,4 +1,4 @@
-//! A bitmap of the pages of a file that are in use, for giving the others back to the file system.
+//! A bitmap of the pages of a file that are in use. The other pages can be given back to the file system.
 
 use std::ops::Range;
 
@@ -12,14 +12,14 @@ pub(super) struct Pages {
 }
 
 impl Pages {
-    /// Starts with no page in use.
+    /// Creates a bitmap with no page in use.
     pub(super) fn new(range: Range<u64>) -> Self {
         let first = range.start.div_ceil(PAGE_SIZE);
         let count = range.end.div_ceil(PAGE_SIZE).saturating_sub(first);
         Self { first, count, used: vec![0; count.div_ceil(64) as usize] }
     }
 
-    /// Marks the pages of some bytes as used; bytes outside the range are ignored.
+    /// Marks the pages that contain the given bytes as used. Bytes outside the bitmap's range are ignored.
     pub(super) fn mark(&mut self, offset: u64, len: u64) {
         let end = (offset + len).div_ceil(PAGE_SIZE).min(self.first + self.count);
         for page in (offset / PAGE_SIZE).max(self.first)..end {
@@ -28,7 +28,7 @@ impl Pages {
         }
     }
 
-    /// Returns the bytes of all used pages.
+    /// Returns the total length of all used pages in bytes.
     pub(super) fn used_bytes(&self) -> u64 {
         self.used.iter().map(|word| u64::from(word.count_ones())).sum::<u64>() * PAGE_SIZE
     }
@@ -39,7 +39,7 @@ impl Pages {
         Some((self.first + word as u64 * 64 + u64::from(self.used[word].trailing_zeros())) * PAGE_SIZE)
     }
 
-    /// Returns the ranges of the file, in bytes, of at least `pages_min` unused pages in a row.
+    /// Returns the ranges of the file that consist of at least `pages_min` unused pages, as byte offsets.
     pub(super) fn unused(&self, pages_min: u64) -> impl Iterator<Item = Range<u64>> {
         let mut page = 0;
         std::iter::from_fn(move || {

@@ -46,9 +46,8 @@ struct Room {
     reservation: Option<Reservation>,
 }
 
-/// The part of a segment that holds cached blocks. An offset in it is never used again after its
-/// block has been withdrawn, because a slow reader would mistake the new block's bytes for those of
-/// the old one.
+/// The part of a segment that holds cached blocks. An offset in this region is never used again after the block at this offset
+/// has been withdrawn, because a slow reader would mistake the new block's bytes for those of the old one.
 struct CachedRegion {
     /// No cached block lies before this offset.
     start: u64,
@@ -56,7 +55,7 @@ struct CachedRegion {
     reserved: u64,
 }
 
-/// Fills the gap, at most this long, before a block that starts on a page.
+/// Fills the gap before a block that starts on a page. The gap is shorter than a page.
 static ZEROS: [u8; PAGE_SIZE as usize] = [0; PAGE_SIZE as usize];
 /// The shortest run of unused pages that is freed.
 const FREED_PAGES_MIN: u64 = 8;
@@ -92,13 +91,14 @@ impl Segments {
         numbers
     }
 
-    /// Reserves room on a drive, so that blocks that are allocated in it can be written. Returns `false` if there is not enough.
+    /// Reserves room on a drive, so that blocks that are allocated in this room can be written. Returns `false` if there is not
+    /// enough room.
     pub(crate) fn reserve(&self, drive: u8, len: u64) -> io::Result<bool> {
         self.segment(drive)?.reserve(len)
     }
 
-    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved
-    /// for them. The part of the reservation that they do not need is freed.
+    /// Allocates positions for blocks, one after another, in `reserved` bytes that were reserved for them. The part of the
+    /// reservation that the blocks do not need is freed.
     pub(crate) fn allocate(&self, drive: u8, lens: impl Iterator<Item = u64>, reserved: u64) -> io::Result<Vec<DrivePosition>> {
         let segment = self.segment(drive)?;
         let mut room = segment.room();
@@ -154,7 +154,7 @@ impl Segments {
         self.segments.get(usize::from(drive)).is_none_or(|segment| segment.unsynced.has_failed())
     }
 
-    /// Reserves room for cached blocks on the emptiest healthy drive that has enough; `None` if no drive has.
+    /// Reserves room for cached blocks on the emptiest healthy drive that has enough room; `None` if there is no such drive.
     pub(crate) fn reserve_cached(&self, len: u64) -> io::Result<Option<u8>> {
         for drive in self.drives_by_room() {
             let segment = self.segment(drive)?;
@@ -165,9 +165,8 @@ impl Segments {
         Ok(None)
     }
 
-    /// Starts the cached region: blocks that are allocated after this call are cached ones, whose
-    /// room [`Self::free_cached`] can free. Extends the files by `len` bytes without allocating
-    /// room for them.
+    /// Starts the cached region: blocks that are allocated after this call are cached blocks, and [`Self::free_cached`] can
+    /// free their room. Extends the files by `len` bytes without allocating room for them.
     pub(crate) fn begin_cached_region(&self, len: u64) -> io::Result<()> {
         self.segments.iter().try_for_each(|segment| {
             let mut room = segment.room();
@@ -195,7 +194,7 @@ impl Segments {
         })
     }
 
-    /// Ensures that blocks cached after this call share no page with those cached before it.
+    /// Ensures that blocks cached after this call share no page with blocks cached before it.
     pub(crate) fn begin_cached_group(&self) {
         self.segments.iter().for_each(|segment| segment.room().align_cached());
     }
@@ -254,8 +253,9 @@ impl Segments {
         })
     }
 
-    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from files
-    /// that others replaced. `live` calls its argument with the position and length of every live block. Returns the bytes freed.
+    /// Frees the pages that hold no live block. Dead blocks come from tar ranges that were read from a wrong start, and from
+    /// files that other files replaced. `live` calls its argument with the position and length of every live block. Returns the
+    /// bytes freed.
     pub(crate) fn free_unused(&self, live: impl Fn(&mut dyn FnMut(DrivePosition, u64))) -> io::Result<u64> {
         // Excludes the header, and the last page, which a block may partly fill.
         let pages = |segment: &Segment| Pages::new(DATA_START..segment.room().end / PAGE_SIZE * PAGE_SIZE);
@@ -360,7 +360,7 @@ impl Segment {
 
     /// Makes the file system allocate room up to the offset `needed`, and somewhat further if it can.
     fn preallocate(&self, room: &mut Room, needed: u64) -> io::Result<bool> {
-        // On a drive with a small capacity, a step is kept to a small part of the capacity.
+        // If the drive's capacity is small, the step is a small part of that capacity.
         let step = RESERVATION_STEP.min((self.drive.capacity() / 64).next_multiple_of(PAGE_SIZE)).max(PAGE_SIZE);
         let headroom = self.drive.protected_headroom();
         for end in [needed.next_multiple_of(step), needed] {
@@ -369,7 +369,7 @@ impl Segment {
                 continue;
             }
             match fallocate(&self.file, FallocateFlags::empty(), room.preallocated_to as i64, more as i64) {
-                // A file system that cannot preallocate reports that it is full when blocks are written.
+                // If the file system cannot preallocate, it reports only during a write that it is full.
                 Ok(()) | Err(Errno::EOPNOTSUPP) => {
                     room.preallocated_to = end;
                     return Ok(true);
@@ -392,7 +392,7 @@ impl Room {
         let gap = self.end.next_multiple_of(PAGE_SIZE) - self.end;
         let Some(cached) = &mut self.cached else { return };
         self.end += gap;
-        // If the capacity has no room for the gap, it has none for a block after it either.
+        // If the capacity has no room for the gap, nothing is lost: it has no room for a block after the gap either.
         if self.reservation.as_mut().is_some_and(|reservation| reservation.grow(gap)) {
             cached.reserved += gap;
         }
@@ -404,7 +404,7 @@ fn punch(file: &File, offset: u64, len: u64) -> Result<(), Errno> {
     fallocate(file, FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE, offset as i64, len as i64)
 }
 
-/// Writes blocks with zeros in the gaps. Returns the offset after the last one.
+/// Writes blocks with zeros in the gaps. Returns the offset after the last block.
 fn write_blocks_at<'a>(
     file: &File,
     first: u64,
@@ -449,7 +449,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_allocated_in_reserved_room_read_back_and_freed() {
+    fn blocks_in_reserved_room_can_be_read_back_and_freed() {
         let folder = tempfile::tempdir().unwrap();
         let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
         let segments = Segments::create(&drives, DatasetId(1)).unwrap();

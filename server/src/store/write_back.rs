@@ -38,7 +38,7 @@ impl Kernel {
         // SAFETY: the call takes numbers only, and the descriptor is open for as long as `file` is borrowed.
         let synced = Errno::result(unsafe { libc::sync_file_range(file.as_raw_fd(), start, len, flags) });
         match synced {
-            // A file system that does not support the call relies on `sync` alone.
+            // If the file system does not support the call, only `sync` brings the bytes onto the drive.
             Ok(_) | Err(Errno::ENOSYS | Errno::EOPNOTSUPP | Errno::ESPIPE) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -112,7 +112,7 @@ impl Unsynced {
         self.check()
     }
 
-    /// Returns whether any call has failed. Then everything written since the last successful sync may be lost.
+    /// Returns whether any call has failed. If so, everything written since the last successful sync may be lost.
     pub(super) fn has_failed(&self) -> bool {
         self.check().is_err()
     }
@@ -140,7 +140,7 @@ pub(crate) mod failing {
     use super::*;
     use std::sync::atomic::{AtomicBool, AtomicU64};
 
-    /// Which of the next calls fails, and for how many bytes write-back was started but not waited for.
+    /// Determines which of the next calls fail, and counts the bytes whose write-back was started but not waited for.
     #[derive(Default)]
     pub(crate) struct Failing {
         pub(crate) start: AtomicBool,
@@ -184,7 +184,7 @@ mod tests {
 
     /// SEMANTICS: "A failed sync is not retried, because a second sync would succeed and prove nothing."
     #[test]
-    fn after_an_error_of_any_call_every_later_sync_fails() {
+    fn after_one_failed_call_every_later_sync_fails() {
         let file = tempfile::tempfile().unwrap();
         for call in 0..3 {
             let drive = Arc::new(Failing::default());

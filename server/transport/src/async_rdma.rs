@@ -1,13 +1,13 @@
 //! A second RDMA provider, built on the crate `async-rdma` and enabled by the feature of that name. `docs/DECISIONS.md` compares
-//! the two.
+//! the two providers.
 //!
 //! The crate cannot register memory that it did not allocate. Bytes therefore pass through buffers of the crate, and the asker
 //! copies them one extra time. This module works around defects in the crate:
 //! - Requests and answers go over the inner transport, which also detects lost peers. Only bulk bytes use the crate's WRITE and
 //!   READ.
-//! - The operations on a queue pair stay below its depth, because a full queue pair leaks memory.
+//! - A queue pair never gets as many operations as it has room for, because the crate leaks memory when a queue pair is full.
 //! - A buffer serves one operation at a time, and every operation runs to its end in a task of its own.
-//! - A lost wake-up costs milliseconds instead of tenths of a second, because this module sets a short timeout.
+//! - The crate may lose a wake-up. A short timeout makes this cost milliseconds instead of tenths of a second.
 //!
 //! One defect remains: the crate leaves completion events unread, and the kernel keeps memory for them until the queue pair is
 //! destroyed.
@@ -50,9 +50,9 @@ const OFFER: u8 = 3;
 
 /// The crate polls after this time, in case it lost a wake-up.
 const WAKE_UP_TIMEOUT: Duration = Duration::from_millis(2);
-/// Depth of a queue pair. There are fewer buffers, and thus fewer operations under way.
+/// Depth of a queue pair. A queue pair has fewer buffers than this, and thus fewer operations under way.
 const SEND_DEPTH: u32 = 64;
-/// Entries of the completion queue.
+/// Number of entries of the completion queue.
 const COMPLETIONS: u32 = 256;
 
 /// The asker's buffer for a request's bytes.
@@ -66,15 +66,15 @@ struct RemoteBuffer {
 /// Whether the card moved the bytes of a request.
 #[derive(Serialize, Deserialize)]
 enum Moved {
-    /// It did. There are this many bytes for each slot, back to back.
+    /// The card moved them. There are this many bytes for each slot, back to back.
     Yes(Vec<u64>),
-    /// It did not. The request must go over the inner transport.
+    /// The card did not move them. The request must go over the inner transport.
     No,
 }
 
-/// Appends this module's part to a message.
+/// Appends this module's part, `ours`, and the kind to a message.
 fn join(message: &[u8], ours: &impl Serialize, kind: u8) -> Vec<u8> {
-    // Serialization fails only for maps whose keys are not strings, and these types have none.
+    // Serialization fails only for maps whose keys are not strings, and these types have no maps.
     let ours = serde_json::to_vec(ours).unwrap_or_default();
     [message, &ours, &(ours.len() as u32).to_le_bytes(), &[kind]].concat()
 }
@@ -172,7 +172,8 @@ struct AsyncConnection {
 }
 
 impl AsyncConnection {
-    /// Takes a buffer for a request, unless the request is too large for one or no buffer becomes free in time.
+    /// Takes a buffer for a request. Returns `None` if the request has no bytes or too many for a buffer, or if no buffer becomes
+    /// free in time.
     async fn buffer(&self, len: u64, limit: Duration) -> Option<Buffer> {
         if len == 0 || len > BUFFER_LEN as u64 { None } else { self.buffers.take(limit).await }
     }
@@ -182,7 +183,7 @@ impl AsyncConnection {
     }
 
     async fn ask(&self, asking: Vec<u8>, buffer: &mut Buffer, limit: Duration) -> Result<(Vec<u8>, Moved), TransportError> {
-        // The peer may write until it has answered. Without an answer, nothing else may use the buffer.
+        // The peer may write to the buffer until it has answered. If it never answers, nothing else may use the buffer.
         buffer.is_lent = true;
         let pulled = match self.inner.pull(asking, Vec::new(), limit).await {
             Err(error @ TransportError::Refused { .. }) => {
@@ -294,7 +295,7 @@ impl AsyncService {
             Some(buffer) => {
                 match buffer.fill(pieces).await {
                     Ok(filled) => filled.write_to(RemoteMr::new(remote.buffer), total).await.is_ok(),
-                    // If the answer is sent over the inner transport, only the pieces that cannot be read will fail.
+                    // The asker sends the request again over the inner transport, where only the pieces that cannot be read fail.
                     Err(_) => false,
                 }
             }

@@ -1,6 +1,6 @@
-//! Bounds the memory that one peer can hold. A request's slots stay with it until no more bytes can land in them, which may be
-//! long after its caller has given up. Therefore, each peer has a share of every region, and a peer that lets requests run past
-//! their deadlines gets no new ones until it has answered.
+//! Bounds the memory that one peer can hold. A request keeps its slots until no more bytes can land in them, which may be long
+//! after the caller has given up. Therefore, each peer has a share of every region, and a peer that lets requests run past their
+//! deadlines gets no new ones until it has answered.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     /// `docs/SEMANTICS.md`: the part of the arena that one peer holds is bounded, and so is the time that others wait because of
-    /// it.
+    /// that peer.
     #[tokio::test]
     async fn a_peer_holds_at_most_its_share_and_a_stuck_peer_gets_no_new_requests() {
         let (budget, region, other) = (PeerBudget::new(LOOKS), Region::new(16 << 20).unwrap(), Region::new(1 << 20).unwrap());

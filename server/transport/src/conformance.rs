@@ -1,5 +1,5 @@
-//! The contract of all transports, as one test body ([`conforms`]). It runs over plain and sealed TCP, over the fault decorator, and
-//! over RDMA. Tests of what strangers can do to a listener follow it.
+//! The contract of all transports, as one test body ([`conforms`]). It runs over plain and sealed TCP, over the fault decorator,
+//! and over RDMA. This file also tests what strangers can do to a listener.
 
 use std::fs::File;
 use std::io;
@@ -25,8 +25,8 @@ use crate::tcp::{Identity, Purpose, Tcp};
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A service whose answer depends on the message. A pull is answered alternately with bytes from a file and from memory. `"file"`
-/// is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, `"no"` with a refusal, and
-/// `"wait"` never. Offers are taken, except for `"full"`.
+/// is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, and `"no"` with a refusal.
+/// `"wait"` is never answered. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
     /// Reading its first page fails with `EIO`.
@@ -63,7 +63,7 @@ impl Service for Echo {
             }
             number if number == 0 || message == b"file" => Piece::File {
                 file: self.file.clone(),
-                // Only the first 100 bytes of this range exist, as after the file was truncated.
+                // Only the first 100 bytes of this range exist, as if the file had been truncated.
                 offset: if message == b"short" { (4 << 20) - 100 } else { slot as u64 },
                 len: *len,
                 revoked: Arc::new(AtomicBool::new(message == b"gone")),
@@ -109,7 +109,7 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     let region = ours.region(32 << 20).unwrap();
     assert_eq!(connection.peer(), NodeId(1));
 
-    // A message without slots, and one with slots of all sizes, in which the pieces land byte for byte.
+    // One pull has no slots. Another has slots of many sizes, in which the pieces land byte for byte.
     let pulled = connection.pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();
     assert_eq!(pulled.message, b"hi\0\0");
     let lens = [1, 3000, 0, FRAME_BODY_LEN_MAX - 1, FRAME_BODY_LEN_MAX, FRAME_BODY_LEN_MAX + 1, 3 << 20, 64];
@@ -175,7 +175,8 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     }
     assert!(!connection.is_lost(), "the failure of a drive does not make the peer lost");
 
-    // A request fails at its deadline, and others are served in the meantime. Its slot is freed only when the connection ends.
+    // A request fails at its deadline, and others are served in the meantime. The slot of the failed request is freed only when
+    // the connection ends.
     let start = Instant::now();
     let slot = region.slot(20 << 20).unwrap();
     let late = connection.pull(b"wait".to_vec(), vec![slot], Duration::from_millis(200));
@@ -226,7 +227,8 @@ async fn a_suspended_process_loses_no_peer() {
     assert!(!connection.is_lost());
 }
 
-/// Forwards connections to `to`, and changes one byte of the stream on request. Returns all bytes that passed in either direction.
+/// Forwards connections to `to`. If `change_at` is set, changes that byte of what comes back from `to`. Returns the address to
+/// dial, and all bytes that passed in either direction.
 async fn tap(to: SocketAddr, change_at: Option<usize>) -> (SocketAddr, Arc<Mutex<Vec<u8>>>) {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -392,7 +394,7 @@ async fn rdma_conforms() {
     let [ours, theirs] = [ours, theirs].map(|tcp| Rdma::new(tcp, Preference::Rdma, &Choice::default(), Deadlines::DEFAULT));
     conforms(&ours, &theirs, address).await;
     assert!(ours.status().is_rdma);
-    // The slots of the first pull and the offers went over RDMA.
+    // At least the bytes of the first pull with slots, and those of the offers, went over RDMA.
     assert!(theirs.status().written_bytes > 6 << 20 && theirs.status().read_bytes > 1 << 20, "{:?}", theirs.status());
     assert_eq!((ours.status().failed, theirs.status().failed), (0, 0));
 }

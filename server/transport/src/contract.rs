@@ -34,7 +34,7 @@ pub enum Piece {
         offset: u64,
         /// Number of bytes.
         len: u64,
-        /// Set before the range is freed. If this flag is set after bytes have been read, those
+        /// Set before the range is freed. A reader checks this flag after it has read bytes: if the flag is set by then, the
         /// bytes may be zeros and must not be used.
         revoked: Arc<AtomicBool>,
     },
@@ -65,7 +65,7 @@ pub struct Answer {
     pub pieces: Vec<Piece>,
 }
 
-/// Pieces of an answer whose bytes the peer could not read. All other pieces of the answer are intact.
+/// The pieces that the peer could not read when it answered a pull. All other pieces of the answer are intact.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unread {
     /// Numbers of these pieces, ascending. The contents of their slots are undefined.
@@ -118,7 +118,7 @@ pub trait Connection: Send + Sync {
     /// Returns whether the peer has been found lost. A lost connection never recovers.
     fn is_lost(&self) -> bool;
 
-    /// Sends a request whose answer's bytes land in `slots`. `timeout` counts from the last progress.
+    /// Sends a request. The bytes of its answer land in `slots`. `timeout` counts from the last progress.
     ///
     /// # Errors
     /// See [`TransportError`]. A pull into slots only reads, so a transport may send it twice; a pull without slots is sent once.
@@ -134,7 +134,7 @@ pub trait Connection: Send + Sync {
 /// A node's answers to the requests of its peers.
 #[async_trait]
 pub trait Service: Send + Sync + 'static {
-    /// Answers a pull into slots with the lengths in `room`.
+    /// Answers a pull. `room` has the lengths of the asker's slots.
     ///
     /// # Errors
     /// A refusal reaches the asker as [`TransportError::Refused`].
@@ -154,7 +154,7 @@ pub struct Incoming {
 }
 
 impl Incoming {
-    /// Describes `len` offered bytes, which the transport moves with `landing` once it has a slot for them.
+    /// Describes `len` offered bytes, which the transport moves with `landing` once there is a slot for them.
     pub fn new(len: u64, landing: Box<dyn Landing>) -> Self {
         Self { len, landing }
     }
@@ -194,7 +194,7 @@ pub trait Transport: Send + Sync {
     /// Creates shared memory from which slots are allocated. A transport that must register memory registers it here.
     ///
     /// # Errors
-    /// The memory cannot be created, or cannot be registered although the user insists on RDMA.
+    /// The memory cannot be created, or the user insists on RDMA and the memory cannot be registered.
     fn region(&self, len: u64) -> io::Result<Region>;
 
     /// Connects to a peer. Both ends prove to each other that they hold the session's key.
@@ -212,7 +212,7 @@ pub trait Transport: Send + Sync {
     /// Returns the networks that this node can use, for [`agree`](crate::agree).
     fn ability(&self) -> Ability;
 
-    /// Follows what all nodes have agreed on. Until then the transport uses the best network that it has.
+    /// Follows what all nodes have agreed on. Before this call, the transport uses the best network that it has.
     fn agree(&self, agreement: Agreement);
 
     /// Returns the peers that are not reached over the agreed network, each with the reason.

@@ -20,7 +20,7 @@ pub enum TransportError {
         peer: NodeId,
         /// The address at which it was dialed.
         address: SocketAddr,
-        /// What showed that it is lost.
+        /// What showed that the node is lost.
         #[source]
         cause: LossCause,
     },
@@ -76,7 +76,7 @@ pub enum TransportError {
 pub struct Refusal(String);
 
 impl Refusal {
-    /// Creates a refusal for this reason, which is a text or an error. The message of an error is kept.
+    /// Creates a refusal from a reason, which is a text or an error. Only the message of an error is kept.
     ///
     /// ```
     /// use dayfly_transport::Refusal;
@@ -136,7 +136,7 @@ impl LossCause {
 /// Why the bytes of one piece could not be read. The other pieces of the answer are sent as usual.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum PieceError {
-    /// The file is shorter than its length on record, so its drive lost bytes.
+    /// The file is shorter than the length recorded for it, so its drive lost bytes.
     #[error("the file on its drive is shorter than what was written to it")]
     Truncated,
     /// The drive, not the node, is at fault.

@@ -27,7 +27,7 @@ struct Waiters {
 
 /// A permit, which returns to the queue when it is dropped.
 pub(crate) struct FairPermit {
-    /// `None` once the permit has been passed on, or was never counted.
+    /// `None` if the permit has been passed on or was never counted.
     queue: Option<FairQueue>,
 }
 
@@ -59,7 +59,7 @@ impl FairQueue {
 }
 
 impl Waiters {
-    /// Removes the next waiter: the oldest of the first waiting peer after the one served last.
+    /// Removes the next waiter: the oldest one of the peer whose turn is next.
     fn next(&mut self) -> Option<oneshot::Sender<FairPermit>> {
         let after = self.by_peer.range((Excluded(self.last), Unbounded)).next();
         let peer = *after.or_else(|| self.by_peer.first_key_value())?.0;

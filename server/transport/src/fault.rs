@@ -1,4 +1,5 @@
-//! A decorator that injects faults into another transport. It implements [`Transport`] itself, so tests run the shipped code.
+//! A decorator that injects faults into another transport. It implements [`Transport`] itself, so the code under test is the code
+//! that ships.
 //!
 //! A [`FaultSchedule`] is asked about each request before it is sent, and names the [`Fault`] that hits the request, if any.
 
@@ -41,11 +42,11 @@ pub struct OutgoingRequest<'a> {
     pub peer: NodeId,
     /// The encoded message.
     pub message: &'a [u8],
-    /// Bytes that the request offers or has slots for.
+    /// Number of bytes that the request offers, or that fit into its slots.
     pub bulk_len: u64,
 }
 
-/// Decides which fault hits each request. Connections of several threads share it.
+/// Decides which fault hits each request. Connections on several threads share the schedule.
 pub type FaultSchedule = Arc<dyn Fn(&OutgoingRequest<'_>) -> Option<Fault> + Send + Sync>;
 
 /// A transport whose connections suffer the faults of a schedule.
@@ -108,7 +109,7 @@ struct FaultyConnection {
 }
 
 impl FaultyConnection {
-    /// Applies the faults that precede the sending of a request. Returns a fault that damages its bytes, if one is scheduled.
+    /// Applies a fault that takes effect before the request is sent. Returns a fault that damages bytes, for the caller to apply.
     async fn inject(&self, message: &[u8], bulk_len: u64, timeout: Duration) -> Result<Option<Fault>, TransportError> {
         let (peer, address) = (self.inner.peer(), self.address);
         let fault = {

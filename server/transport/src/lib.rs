@@ -16,7 +16,7 @@
 //! - [`Connection::offer`] offers the bytes of one slot; the peer takes them when it has room.
 //!
 //! # Invariants
-//! - Memory for bulk bytes comes from the transport ([`Transport::region`]), which registers it with the card if it needs to.
+//! - Memory for bulk bytes comes from the transport ([`Transport::region`]), which registers the memory if a card is to access it.
 //! - A slot goes into an operation by value and comes back only when no more bytes can land in it. When a deadline passes, the
 //!   caller gets its error at once, while the slot stays with the connection.
 //! - The memory that one peer can hold this way is bounded, so a peer that hangs cannot starve requests to others.

@@ -90,7 +90,7 @@ impl<'a> PageCacheLoader<'a> {
 
 type Range = (Arc<File>, u64, u64);
 
-/// Returns the range of a piece that has to come from a drive.
+/// Returns the range that the loader must bring in for a piece; `None` if the piece is in memory, empty or too long.
 fn range(piece: &Piece, len_max: u64) -> Option<Range> {
     match piece {
         Piece::File { file, offset, len, .. } if (1..=len_max).contains(len) => Some((file.clone(), *offset, *len)),

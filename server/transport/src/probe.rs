@@ -1,4 +1,4 @@
-//! Measures the networks between two nodes with the transports that a session would use, for `dayfly doctor`.
+//! Measures, for `dayfly doctor`, the networks between two nodes. It uses the transports that a session would use.
 
 use std::io;
 use std::net::SocketAddr;

@@ -1,23 +1,22 @@
-//! RDMA alongside another transport. The inner transport authenticates peers, sets up the queue pairs, carries small messages,
+//! RDMA alongside another transport. That inner transport authenticates peers, sets up the queue pairs, carries small messages,
 //! detects lost peers, and takes over when a queue pair fails. Requests with bulk bytes go over RDMA.
 //!
-//! A request is one SEND. The owner moves the bytes with WRITE into the asker's slots (or, for an
-//! offer, with READ out of the asker's slot). The last write is the answer, which also notifies the
-//! asker.
+//! A request is one SEND. The peer that receives it moves the bytes: it WRITEs them into the asker's slots or, for an offer, READs
+//! them from the asker's slot. The last WRITE is the answer, which also notifies the asker.
 //!
 //! # Parts
 //! - `verbs` binds `libibverbs`; `device` opens a card and registers memory; `queue` has queue pairs and completion queues;
 //!   `engine` is the thread that posts work and takes completions.
 //! - `message` has the formats; `ask` sends requests and `answer` answers them; `offers` remembers answered offers;
 //!   `direct` reads files in a way that bypasses the page cache.
-//! - `pair` keeps a queue pair to each peer and replaces it when it fails; `card` is the state that all of these share.
+//! - `pair` keeps a queue pair to each peer and replaces one that fails; `card` has the state that all of these parts share.
 //!
 //! # Invariants
 //! - Memory that an operation touches belongs to the engine until the operation has completed or its queue pair is destroyed.
 //! - A failure ends one queue pair. The requests on it go over the inner transport instead, and no caller sees the difference.
-//! - Offers are taken once, even if their answer was lost and they are sent again.
+//! - An offer is taken only once, even if its answer was lost and the offer is sent again.
 //!
-//! [`selection`](crate::selection) decides what the nodes of a session agree on; this module only follows it.
+//! [`selection`](crate::selection) decides which network the nodes of a session use; this module only follows that decision.
 
 mod answer;
 mod ask;
@@ -57,7 +56,7 @@ use limits::Limits;
 pub use device::Choice;
 pub use error::RdmaError;
 
-/// A card that the other provider can use.
+/// A card that the second provider, `async_rdma`, can use.
 #[cfg(feature = "async-rdma")]
 #[derive(Clone)]
 pub(crate) struct Found {
@@ -91,7 +90,7 @@ pub struct Rdma<T> {
 }
 
 impl<T: Transport> Rdma<T> {
-    /// Opens a card, unless the preference is TCP. If that fails, [`Transport::ability`] reports why.
+    /// Opens a card, unless the preference is TCP. If no card can be opened, [`Transport::ability`] reports why.
     pub fn new(inner: T, preference: Preference, choice: &Choice, deadlines: Deadlines) -> Self {
         Self::with_limits(inner, preference, choice, Limits { deadlines, ..Limits::default() })
     }
@@ -101,7 +100,7 @@ impl<T: Transport> Rdma<T> {
         Self::with_card(inner, preference, card, limits.deadlines)
     }
 
-    /// Opens no card, for this reason.
+    /// Creates a transport that opens no card. [`Transport::ability`] reports `reason`.
     pub fn without(inner: T, preference: Preference, reason: RdmaError) -> Self {
         // Without a card no deadline is ever used.
         Self::with_card(inner, preference, Err(reason), Deadlines::DEFAULT)
@@ -127,7 +126,7 @@ impl<T: Transport> Transport for Rdma<T> {
                     return Err(io::Error::other(error));
                 }
                 if selection.is_agreed() {
-                    // Bytes in this region go over the inner transport, and all others still go over RDMA.
+                    // Bytes in this region go over the inner transport. Bytes in other regions still go over RDMA.
                     tracing::warn!(bytes = len, %error, "cannot register memory; transfers through it use TCP");
                 } else {
                     // Only the first error is kept.

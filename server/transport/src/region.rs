@@ -17,8 +17,8 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use offset_allocator::{Allocation, Allocator};
 use tokio::sync::Notify;
 
-/// Number of slots that every region may have. The allocator takes 28 bytes for each slot from the start. A large region may have
-/// more slots, one for every 2 KiB, because many small pieces share it.
+/// Number of slots that every region may have. The allocator takes 28 bytes for each of them when the region is created. A large
+/// region may have more slots, one for every 2 KiB, because many small pieces share the region.
 const SLOTS_MIN: u32 = 128 << 10;
 const UNITS_PER_SLOT: u32 = (2048 / UNIT) as u32;
 
@@ -152,7 +152,7 @@ impl Slot {
         self.len == 0
     }
 
-    /// Returns the region of this slot, as a number that no other live region has, and its length.
+    /// Returns the number of this slot's region, which no other live region has, and the region's length.
     pub(crate) fn home(&self) -> (usize, u64) {
         (Arc::as_ptr(&self.region.inner) as usize, self.region.len())
     }

@@ -1,9 +1,9 @@
 //! The choice between RDMA and TCP. All nodes of a session use the same network, so that no node is slow for a reason that only
 //! its own log would show.
 //!
-//! Each node reports its [`Ability`], and [`agree`] turns these and the user's [`Preference`] into one [`Agreement`], or into the
-//! [`Obstacle`] to what the user insisted on. A transport keeps a `Selection`, which starts as the node's own preference and
-//! then follows the agreement. This module opens no card and no connection.
+//! Each node reports its [`Ability`]. From these and the user's [`Preference`], [`agree`] derives one [`Agreement`]. If the user
+//! insists on RDMA and the nodes cannot use it, [`agree`] returns the [`Obstacle`] instead. A transport keeps a `Selection`, which
+//! starts as the node's own preference and then follows the agreement. This module opens no card and no connection.
 
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
@@ -54,12 +54,12 @@ impl Port {
 pub enum Agreement {
     /// RDMA between all pairs of nodes.
     Rdma {
-        /// A defect of the setup that costs speed but does not prevent RDMA, for the user.
+        /// Tells the user about a defect of the setup that costs speed but does not prevent RDMA.
         note: Option<String>,
     },
     /// TCP between all pairs of nodes.
     Tcp {
-        /// The reason why the session does not use RDMA, for the user.
+        /// Tells the user why the session does not use RDMA.
         why: String,
     },
 }
@@ -77,8 +77,8 @@ pub enum Obstacle {
     },
     /// InfiniBand ports and Ethernet ports cannot reach each other.
     #[error(
-        "the card {} of node 0 is {} and {} of node {node} is {}, which cannot reach each other; name cards that can with \
-         --rdma-device",
+        "card {} of node 0 is {} and card {} of node {node} is {}, so they cannot reach each other; use --rdma-device to name \
+         cards of one kind",
         first.device, first.kind(), other.device, other.kind()
     )]
     MixedPorts {
@@ -136,8 +136,8 @@ pub fn agree(preference: Preference, nodes: &[Ability], failed: &[String]) -> Re
         (_, None) => {
             let note = differs(&|one, other| one.packet_len != other.packet_len).map(|(node, first, other)| {
                 format!(
-                    "node 0's port sends packets of {} bytes and node {node}'s of {} bytes, so such pairs use the smaller size; \
-                     set the same MTU",
+                    "node 0's port sends packets of {} bytes and node {node}'s of {} bytes, so these two use the smaller \
+                     size; set the same MTU on all nodes",
                     first.packet_len, other.packet_len
                 )
             });
@@ -146,7 +146,8 @@ pub fn agree(preference: Preference, nodes: &[Ability], failed: &[String]) -> Re
     }
 }
 
-/// The network that a transport may use: the best that it has until all nodes have agreed, and then the one they agreed on.
+/// The network that a transport may use. Until all nodes have agreed, it is the best that the transport has; from then on, it is
+/// the one that they agreed on.
 pub(crate) struct Selection {
     preference: Preference,
     agreed: watch::Sender<Option<Agreement>>,
@@ -166,7 +167,7 @@ impl Selection {
         self.agreed.borrow().is_some()
     }
 
-    /// Returns whether a node that cannot use RDMA must fail. After the agreement it may fall back to TCP for single pairs.
+    /// Returns whether this node must fail if it cannot use RDMA. After the agreement, it may fall back to TCP for single peers.
     pub(crate) fn insists_on_rdma(&self) -> bool {
         self.preference == Preference::Rdma && !self.is_agreed()
     }
@@ -181,8 +182,8 @@ impl Selection {
         let _ = self.agreed.subscribe().wait_for(|agreed| matches!(agreed, Some(Agreement::Tcp { .. }))).await;
     }
 
-    /// Describes the network in use, given the node's own port or the reason why it has none.
-    /// Returns `Ok` for RDMA and, for TCP, the reason why RDMA is not used.
+    /// Describes the network in use, given the node's own port or the reason why it has none. If the network is RDMA, returns `Ok`
+    /// with the description. If it is TCP, returns `Err` with the reason why RDMA is not used.
     pub(crate) fn describe(&self, port: Result<String, String>) -> Result<String, String> {
         match (&*self.agreed.borrow(), port) {
             (Some(Agreement::Tcp { why }), _) => Err(why.clone()),

@@ -1,5 +1,5 @@
-//! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk bytes.
-//! The session's key authenticates each link. After the handshake the link carries plain text, or sealed frames if the
+//! The TCP transport. A connection to a peer consists of three TCP streams (links): one for small messages and two for bulk
+//! bytes. The session's key authenticates each link. After the handshake the link carries plain text, or sealed frames if the
 //! user asked for encryption.
 //!
 //! # Parts
@@ -11,7 +11,8 @@
 //!
 //! # Invariants
 //! - Only the end that dialed a link sends requests on it, and the other end only answers.
-//! - The bytes of a slot land only while its request is in the table of a link. A link returns its slots after its stream is closed.
+//! - The bytes of a slot land only while its request is in the table of a link. A link that fails returns the slots of its requests
+//!   only after its stream is closed.
 //! - A file that cannot be read never ends a link: its bytes are replaced by zeros, and the answer names the piece.
 
 mod answer;

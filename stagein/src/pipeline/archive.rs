@@ -1,5 +1,5 @@
-//! Reads a tar member by member, and takes each member. The functions that take a member also serve
-//! zips and archives within archives.
+//! Reads the members of a tar one by one, and takes each member. The functions that take a member
+//! also serve zips and archives within archives.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -25,12 +25,12 @@ pub(super) struct Archive<'a> {
     pub(super) path: PathBuf,
     /// The directory in the dataset below which the source's members are placed.
     pub(super) prefix: &'a [u8],
-    /// For an archive within an archive, the directory that replaces it in the outer one; otherwise
-    /// empty.
+    /// For an archive within an archive, the directory that replaces the inner archive in the outer
+    /// one; otherwise empty.
     pub(super) inner: Vec<u8>,
     /// How many archives contain this one.
     pub(super) depth: usize,
-    /// Whether offsets in it are counted after decompression.
+    /// Whether offsets in this archive are counted after decompression.
     pub(super) is_decompressed: bool,
 }
 
@@ -60,8 +60,9 @@ impl<'a> Archive<'a> {
 pub(super) enum Keys {
     /// The key is the offset of the member's data, plus this base.
     Offset(u64),
-    /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have
-    /// no offset in the outer archive, so they get the keys up to the end of the inner archive's data.
+    /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have no
+    /// offset in the outer archive. They get the keys between the inner archive's own key and the end
+    /// of the inner archive's data.
     Count { next: u64, end: u64 },
 }
 
@@ -101,7 +102,8 @@ impl<S: Sink> Worker<S> {
             let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
             let mut tar = TarReader::new(input.map_err(unreadable)?);
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
-            // In a compressed stream, the checksum follows the tar's end mark.
+            // In a compressed stream, a checksum may follow the tar's end mark, so the stream is
+            // read to its end.
             let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive, error)));
             let waited = tar.input().waited();
             self.count_reading(waited, 0);
@@ -140,7 +142,7 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Counts and notes an archive that has no end mark and may have been cut off.
+    /// Counts an archive that has no end mark, and adds a note that it may be truncated.
     pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End) {
         if end == End::Unmarked {
             self.unit.counts.unmarked_ends += 1;
@@ -243,7 +245,8 @@ impl<S: Sink> Worker<S> {
         Ok(Some(path))
     }
 
-    /// Counts and notes a member that a dataset cannot hold. The stage-in continues.
+    /// Counts a member that a dataset cannot hold, and adds a note about it. The stage-in
+    /// continues.
     fn refuse(&mut self, archive: &Archive<'_>, name: &[u8], reason: &str) -> Result<(), StageInError> {
         self.unit.counts.refused += 1;
         self.unit.counts.note(&format!("'{}' in '{}' is refused: {reason}", display(name), archive.path.display()));

@@ -10,7 +10,8 @@ pub struct Batch<B> {
     /// Bytes of the buffer that are filled.
     len: usize,
     blocks: Vec<ShippedBlock>,
-    /// For each block, the worker's index of its member and the block's number in the member.
+    /// For each block, the index of the block's member in the worker's list, and the number of the
+    /// block in that member.
     members: Vec<(usize, u32)>,
 }
 
@@ -51,8 +52,8 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         Batch { buffer, len: self.len, blocks: self.blocks.clone(), members: self.members.clone() }
     }
 
-    /// Returns the room for the next block of `len` bytes. The caller must have checked that the
-    /// block fits.
+    /// Returns the space for the next block, which has `len` bytes. The caller must have checked
+    /// that the block fits.
     pub(super) fn space(&mut self, len: usize) -> &mut [u8] {
         &mut self.buffer[self.len..self.len + len]
     }
@@ -64,8 +65,8 @@ impl<B: DerefMut<Target = [u8]>> Batch<B> {
         self.members.push(member);
     }
 
-    /// Returns every block with its member's index, the block's number in the member, and its
-    /// bytes.
+    /// Returns every block with the index of the block's member, the block's number in the member,
+    /// and the block's bytes.
     pub(super) fn iter(&self) -> impl Iterator<Item = ((usize, u32), &ShippedBlock, &[u8])> {
         let mut end = 0;
         self.members.iter().zip(&self.blocks).map(move |(&member, block)| {

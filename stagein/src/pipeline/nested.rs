@@ -1,8 +1,9 @@
 //! Unpacks archives within archives (`--nested`).
 //!
 //! A member is unpacked if its name has an archive's ending and its first bytes confirm that it is
-//! an archive. Otherwise it stays a file, so the bytes that were read to find out are needed again:
-//! [`Rewound`] puts the start of a member back, and [`Recorder`] keeps what a decoder consumed.
+//! an archive. Otherwise the member stays a file, and the bytes that were read for this check are
+//! needed again: [`Rewound`] puts the start of a member back, and [`Recorder`] keeps what a decoder
+//! consumed.
 
 use std::io::{self, Read, Seek};
 use std::sync::Arc;
@@ -32,8 +33,8 @@ impl Read for Rewound<'_> {
 
 impl Skip for Rewound<'_> {}
 
-/// Records the bytes that are read through it while `is_on` is set, because they may be needed
-/// again. Meanwhile a decoder borrows the recorder, so this switch is shared.
+/// A reader that records the bytes that pass through it while `is_on` is set, because they may be
+/// needed again. `is_on` is shared, because a decoder borrows the recorder meanwhile.
 struct Recorder<R> {
     input: R,
     record: Vec<u8>,
@@ -51,7 +52,7 @@ impl<R: Read> Read for Recorder<R> {
 }
 
 impl<S: Sink> Worker<S> {
-    /// Describes a member as an archive if it has an archive's name and may be unpacked. Returns
+    /// Returns the member as an archive if it has an archive's name and may be unpacked. Returns
     /// `None` if the member stays a file.
     pub(super) fn nested<'a>(&self, archive: &Archive<'a>, name: &[u8]) -> Option<Archive<'a>> {
         if !self.selection.nested || archive.depth == NESTED_DEPTH_MAX {
@@ -67,7 +68,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Unpacks a member that has an archive's name. A member without an archive's contents stays a
-    /// file. If the inner members' keys are counted, they stay below `end`.
+    /// file. If the inner members get counted keys ([`Keys::Count`]), these keys stay below `end`.
     pub(super) fn take_nested(
         &mut self,
         archive: &Archive<'_>,
@@ -155,7 +156,8 @@ impl<S: Sink> Worker<S> {
         size: u64,
         data: &mut dyn Read,
     ) -> Result<(), StageInError> {
-        // `archive.inner` lacks the ending, so the name is rebuilt from the member's own.
+        // `archive.inner` lacks the ending, so the last component is taken from the member's own
+        // name.
         let folder = split_last(&archive.inner).map_or(&b""[..], |(folder, _)| folder);
         let last = components(&found.name).last().unwrap_or_default();
         let name = join(folder, last);
@@ -179,8 +181,8 @@ impl<S: Sink> Worker<S> {
         })
     }
 
-    /// Copies a zip to a temporary file and unpacks it from there. A zip's directory is at its end,
-    /// so it cannot be unpacked as a stream.
+    /// Copies a zip to a temporary file and unpacks it from there. A zip cannot be unpacked as a
+    /// stream, because its directory is at its end.
     fn read_spooled_zip(&mut self, archive: &Archive<'_>, input: &mut dyn Read, keys: &mut Keys) -> Result<(), StageInError> {
         let mut file = self.runs.temp_file().map_err(StageInError::TempFile)?;
         let mut chunk = vec![0; 256 << 10];

@@ -1,8 +1,9 @@
 //! Reads ranges of a plain tar. A range contains the members whose first header starts in it.
 //!
 //! The start of a range's first member is known only after the previous range has been read. Until
-//! then, a worker starts at the first block that looks like a header and reports its offset; the
-//! coordinator's ledger rejects the result if that was wrong ([`crate::unit_ledger`]).
+//! then, a worker starts at the first block that looks like a header and reports the block's
+//! offset. The coordinator's ledger rejects the result if the guess was wrong
+//! ([`crate::unit_ledger`]).
 //!
 //! The search starts [`TAR_LOOK_BACK`] bytes before the range, and members found there are skipped.
 //! This prevents two kinds of wrong guesses. If a member's extended header lies just before the
@@ -71,7 +72,7 @@ impl<S: Sink> Worker<S> {
         Ok(RangeReport { first, next, failure: None })
     }
 
-    /// Reads a range from the first block that looks like a header.
+    /// Reads a range, starting at the first block that looks like a header.
     fn search(&mut self, archive: &Archive<'_>, range: &TarRange, reader: &mut PlainReader) -> Result<RangeReport, StageInError> {
         let unreadable = |error| StageInError::Read { path: archive.path.clone(), error };
         let until = range.to.min(reader.size());
@@ -85,8 +86,8 @@ impl<S: Sink> Worker<S> {
                 Ok(RangeEnd::NextMember(position)) => return Ok(RangeReport { first, next: Some(position), failure: None }),
                 Ok(RangeEnd::Archive) => {
                     report.first = first;
-                    // This may be the end of an archive that is a member of this one. In that case
-                    // more headers follow.
+                    // This may be only the end of an inner archive, a member of this archive. In
+                    // that case more headers follow.
                     if first.is_none() {
                         continue;
                     }

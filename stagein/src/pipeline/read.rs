@@ -46,8 +46,8 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Like [`Self::skip_or_fail`]. If the archive changed, no member that was found in this unit
-    /// counts.
+    /// Does what [`Self::skip_or_fail`] does. If the archive changed, also withdraws all members
+    /// that were found in this unit.
     fn skip_archive_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         self.unit.withdrawn = matches!(error, StageInError::Changed { .. });
         self.skip_or_fail(error)

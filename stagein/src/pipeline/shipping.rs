@@ -1,9 +1,9 @@
 //! Cuts samples into blocks, places the blocks, and ships them.
 //!
 //! Blocks that fit in a batch share batches; a larger block first gets room at its owner and is
-//! then sent in pieces. A full owner is removed from this worker's ring, and its blocks go to the
-//! next node on it. Blocks of a batch that comes back are placed again one by one, since the next
-//! node can differ from block to block.
+//! then sent in pieces. A full owner is removed from this worker's ring, and blocks for that owner
+//! go to the next node on the ring. Blocks of a batch that comes back are placed again one by one,
+//! since the next node can differ from block to block.
 
 use std::io::{self, Read};
 use std::sync::Arc;
@@ -272,8 +272,8 @@ impl<S: Sink> Worker<S> {
             Delivery::Full(node, batch) => (node, batch),
         };
         self.mark_full(node);
-        // Shipping its blocks again needs a buffer from the sink. The batch must not hold a buffer
-        // while it waits: otherwise waiting batches could hold all of them.
+        // Shipping the blocks again needs a buffer from the sink. The batch is therefore copied out
+        // of its own buffer: otherwise the waiting batches could hold all of the sink's buffers.
         self.returned.push_back(batch.to_owned());
         Ok(())
     }

@@ -143,7 +143,7 @@ fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageI
 /// The result of a stage-in.
 #[derive(Default)]
 struct Staged {
-    /// Members that count, with their bytes.
+    /// The accepted members, with their bytes.
     members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
     counts: Counts,
     /// Number of rejected tickets.

@@ -39,7 +39,7 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? == part.version { Ok(()) } else { Err(changed()) }
     }
 
-    /// Reads all members of a zip within an archive, which was copied to `file`.
+    /// Reads all members of a zip that is within another archive and was copied to `file`.
     pub(super) fn read_whole_zip(&mut self, archive: &Archive<'_>, file: &File, keys: &mut Keys) -> Result<(), StageInError> {
         let mut result = Ok(());
         let read = parts::<ZipError>(file, &mut |Part { records, offset, .. }, shift| {

@@ -78,8 +78,8 @@ impl<'a> Planner<'a> {
         Ok(self.plan)
     }
 
-    /// With `--keep-going`, counts and notes an error that concerns only one source. Returns every
-    /// other error.
+    /// With `--keep-going`, counts an error that concerns only one source, and adds a note about
+    /// it. Returns every other error.
     fn skip_or_fail(&mut self, error: StageInError) -> Result<(), StageInError> {
         if !self.selection.keep_going || !error.is_of_source() {
             return Err(error);
@@ -146,7 +146,8 @@ impl<'a> Planner<'a> {
             let (prefix, rivalry) = (prefix.to_vec(), self.rivalry);
             self.plan.split_tars.push(SplitTar { source, path: path.clone(), version, prefix, rivalry, ranges });
         }
-        // Even a short range at the end counts as large, because ranges must be assigned alone.
+        // Even a short last range counts as large, because only small units are assigned together,
+        // and a range must be assigned alone.
         let bytes_min = if splits.len() > 1 { RANGE_LEN_MIN } else { 0 };
         for TarSplit { from, to, start } in splits {
             let work = Work::TarRange(TarRange { path: path.clone(), version, from, to, start });
@@ -240,8 +241,8 @@ impl<'a> Planner<'a> {
 }
 
 /// Returns the directory below which an archive's members are placed with `--prefix-by-source`: the
-/// file's name without an archive's ending or, if it has no such ending, without its last
-/// extension.
+/// archive's file name without an ending such as `.tar.gz`. If the name has no such ending, its
+/// last extension is removed.
 fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = name_of(path)?;
     let stem = without_archive_ending(&name).map(<[u8]>::to_vec);
@@ -278,7 +279,7 @@ struct TreeBatch {
 }
 
 impl TreeBatch {
-    /// Adds an entry. Returns whether the unit is large enough.
+    /// Adds an entry. Returns whether the batch is now large enough for a unit.
     fn push(&mut self, entry: TreeEntry) -> bool {
         self.names_len += entry.path.len();
         match &entry.kind {

@@ -22,8 +22,8 @@ const CLASSIFIED_MAX: usize = 256;
 ///
 /// # Errors
 ///
-/// The first error that planning the same sources would return, provided that the first bytes of
-/// the sources reveal it.
+/// An error that planning would return too. Errors that lie deeper in a source than its first bytes
+/// are not found.
 pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), StageInError> {
     Selector::new(selection)?;
     let monitor = ProgressMonitor::default();

@@ -86,8 +86,8 @@ fn expand_pattern(pattern: &[u8], activity: &PlanActivity<'_>, expanded: &mut So
     expand_path_or_glob(Path::new(""), pattern, pattern, activity, expanded)
 }
 
-/// Expands a path or glob that is relative to `folder`. A path that exists is never a glob. `origin`
-/// is the pattern or list that contains it.
+/// Expands a path or glob that is relative to `folder`. A path that exists is not treated as a glob,
+/// even if it contains wildcards. `origin` is the pattern or list that contains it.
 fn expand_path_or_glob(
     folder: &Path,
     pattern: &[u8],

@@ -12,8 +12,8 @@ use crate::source::tar::{BLOCK_LEN, Next, TarReader};
 
 /// Number of members whose headers are read to estimate the mean size.
 const PROBED_MEMBERS: u64 = 16;
-/// If the mean size is at least this, planning reads all headers. There are few of them, and a
-/// range that starts at a known header needs no guess.
+/// If the mean size of the members is at least this, planning reads all headers. An archive of
+/// large members has few headers, and a range that starts at a known header needs no guess.
 const HOPPED_SIZE_MIN: u64 = 4 << 20;
 
 /// One range of a tar.
@@ -37,7 +37,8 @@ pub(super) fn split(file: File, size: u64, workers: u64) -> io::Result<Vec<TarSp
     while members < PROBED_MEMBERS {
         match tar.next() {
             Ok(Next::Member(_)) => members += 1,
-            // If the archive is damaged here, the worker that reads it reports that.
+            // If the archive is damaged here, the worker that reads this part will report the
+            // damage.
             Ok(Next::End(_)) | Err(_) => break,
         }
     }

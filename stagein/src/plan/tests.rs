@@ -24,7 +24,7 @@ fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<
     Ok((plan, units))
 }
 
-/// Paths of all entries of trees; an archive is one entry.
+/// Returns the paths of all entries of trees. An archive appears as one entry.
 fn paths(units: &[Unit]) -> Vec<String> {
     let mut paths = Vec::new();
     for unit in units {

@@ -22,7 +22,8 @@ pub struct UnitQueue {
     file: BufWriter<File>,
     /// Length of the file in bytes.
     file_len: u64,
-    /// The units, in reverse order once the queue is closed.
+    /// The units. Once the queue is closed, they are in the reverse of the order in which they are
+    /// assigned.
     units: Vec<QueuedUnit>,
 }
 
@@ -30,7 +31,8 @@ pub struct UnitQueue {
 struct QueuedUnit {
     offset: u64,
     len: u32,
-    /// The file is not synced. If the drive loses part of it, the checksum shows that.
+    /// Checksum of the encoded unit. The file is not synced, and the checksum shows whether the
+    /// drive has lost part of it.
     checksum: u32,
     /// Source bytes that the unit reads.
     source_bytes: u64,
@@ -64,8 +66,8 @@ impl UnitQueue {
         Ok(())
     }
 
-    /// Returns the encoded length of the next unit, if it is small enough to be assigned with
-    /// others.
+    /// Returns the encoded length of the next unit, if that unit is small enough to be assigned
+    /// together with others.
     pub(crate) fn next_small_len(&self) -> Option<usize> {
         self.units.last().filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
     }

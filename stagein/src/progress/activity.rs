@@ -1,5 +1,5 @@
-//! Records the current activity of each thread of a stage-in. While a stage-in is advancing, nothing reads the activities. When it
-//! stalls, the error names what each thread is waiting for, and on which source or drive.
+//! Records the current activity of each thread of a stage-in. While a stage-in is advancing, nothing reads the activities. When
+//! the stage-in stalls, the error says what each thread is doing with which source or drive.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 

@@ -9,7 +9,8 @@ const BURST: Duration = Duration::from_millis(50);
 
 pub(super) struct RateLimit {
     bytes_per_second: u64,
-    /// The time by which everything admitted so far will have been read at the allowed rate.
+    /// The time at which a reader that keeps exactly to the allowed rate would have read everything
+    /// admitted so far.
     paid_until: Mutex<Instant>,
 }
 

@@ -24,8 +24,9 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
         (b"BZh", Compression::Bzip2),
         (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
     ];
-    // Files from pzstd begin with a skippable frame, and lz4 files may; the frame after it decides.
-    // If `start` ends before that frame, zstd is assumed, because it is more likely.
+    // Files from pzstd begin with a skippable frame, and lz4 files may begin with one. The frame
+    // after it decides. If `start` ends before that frame, zstd is assumed, because it is more
+    // likely.
     if let [0x50..=0x5f, 0x2a, 0x4d, 0x18, len @ ..] = start
         && let Some(len) = len.first_chunk()
     {
@@ -41,7 +42,7 @@ pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a
     decoder_within(compression, input, DECODER_MEMORY_MAX)
 }
 
-/// Like [`decoder`], with a window of at most `memory_max` bytes.
+/// Like [`decoder`], but with a window of at most `memory_max` bytes.
 pub(crate) fn decoder_within<'a>(
     compression: Compression,
     input: impl Read + Send + 'a,
@@ -70,8 +71,9 @@ pub(crate) fn decoder_within<'a>(
     })
 }
 
-/// Reads several streams one after another with a decoder that stops after the first. Zeros between
-/// streams and after the last one are skipped: tapes and block devices pad files with them.
+/// Reads several streams one after another, although each decoder stops at the end of its stream.
+/// Zeros between streams and after the last one are skipped: tapes and block devices pad files with
+/// them.
 pub(super) struct Streams<R, D> {
     /// The decoder of the current stream; `None` at the end.
     decoder: Option<D>,
@@ -117,7 +119,7 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
 }
 
 /// Returns the size in bytes of the dictionary that a decoder allocates for an xz file's first
-/// block. A header that cannot be parsed counts as the largest possible size.
+/// block. For a header that cannot be parsed, returns the largest possible size.
 fn xz_dictionary_len(start: &[u8]) -> u64 {
     // A stream header of 12 bytes comes first. The block header after it has its own length (one
     // byte), flags, two optional lengths, and the filters.
@@ -150,7 +152,7 @@ fn xz_dictionary_len(start: &[u8]) -> u64 {
     find().unwrap_or(u64::MAX)
 }
 
-/// Reads several lz4 frames one after another; the library's reader stops after the first.
+/// Reads several lz4 frames one after another. The library's reader stops after each frame.
 struct Lz4Frames<R: BufRead> {
     frame: lz4_flex::frame::FrameDecoder<R>,
 }
@@ -167,7 +169,7 @@ impl<R: BufRead> Read for Lz4Frames<R> {
     }
 }
 
-/// Runs, for the fuzz targets, the parsers that look at a stream before it is decoded.
+/// Runs the parsers that look at a stream before it is decoded. The fuzz targets call this.
 #[cfg(test)]
 pub(crate) fn inspect(compression: Compression, bytes: &[u8]) {
     xz_dictionary_len(bytes);
@@ -219,7 +221,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn each_format_is_recognized_and_unpacked_also_in_several_streams() {
+    fn each_format_is_recognized_and_several_streams_in_one_file_are_unpacked() {
         let half: Vec<u8> = (0..300_000_u32).flat_map(|number| (number / 7).to_le_bytes()).collect();
         for compression in ALL {
             let packed = compress(compression, &half);

@@ -27,7 +27,8 @@ pub(crate) enum WalkItem {
     TooLong(PathBuf),
 }
 
-/// The first path of every file with several hard links, by device and inode.
+/// For each file that has several hard links, the first path at which the walk found it. The key is
+/// the file's device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
 /// Calls `visit` for the tree's root and everything below it. Calls `check_in` before it examines

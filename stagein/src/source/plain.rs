@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_reader_reads_each_byte_once_and_nothing_ahead_of_its_part() {
+    fn a_reader_reads_each_byte_once_and_reads_nothing_beyond_its_part() {
         let content: Vec<u8> = (0..3_000_000_u32).map(|at| (at / 251) as u8).collect();
         let mut file = tempfile::tempfile().unwrap();
         file.write_all(&content).unwrap();

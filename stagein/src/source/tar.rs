@@ -83,8 +83,8 @@ pub(crate) fn is_tar(start: &[u8]) -> bool {
     start.first_chunk::<BLOCK_LEN>().is_some_and(|block| block[257..262] == *b"ustar" || header::checksum_matches(block))
 }
 
-/// Reads members one after another. Between two calls of [`Self::next`], its [`Read`] returns the
-/// data of the current member.
+/// Reads members one after another. Between two calls of [`Self::next`], the reader's [`Read`]
+/// implementation returns the data of the current member.
 pub(crate) struct TarReader<R> {
     input: R,
     /// Offset in the tar of the next byte of `input`.
@@ -93,7 +93,7 @@ pub(crate) struct TarReader<R> {
     data_left: u64,
     /// Bytes of padding after the data.
     padding: u64,
-    /// What global extended headers have set so far.
+    /// The fields that global extended headers have set so far.
     global: Extension,
     /// Fills in the holes of the current member, if it is a sparse file.
     expansion: Option<Expansion>,
@@ -107,8 +107,8 @@ impl<R: Skip> TarReader<R> {
         Self::at(input, 0, Extension::default())
     }
 
-    /// Creates a reader in the middle of an archive, between two members. `global` is what global
-    /// extended headers before that position have set.
+    /// Creates a reader in the middle of an archive, between two members. `global` holds the fields
+    /// that global extended headers before that position have set.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
         Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }
@@ -123,7 +123,7 @@ impl<R: Skip> TarReader<R> {
         self.position.saturating_add(self.data_left).saturating_add(self.padding)
     }
 
-    /// Returns what global extended headers have set so far.
+    /// Returns the fields that global extended headers have set so far.
     pub(crate) fn globals(&self) -> &Extension {
         &self.global
     }
@@ -293,8 +293,8 @@ impl<R: Skip> TarReader<R> {
         Ok(Some(block))
     }
 
-    /// After damage, continues at the next block before `until` that looks like a header. Returns
-    /// `false` if there is none.
+    /// After damage, continues at the next block that looks like a header, if there is one before
+    /// the offset `until`. Returns `false` if there is none.
     pub(crate) fn resume(&mut self, until: u64) -> bool {
         (self.data_left, self.padding, self.expansion) = (0, 0, None);
         while self.position < until {
@@ -346,8 +346,8 @@ impl<R: Skip> TarReader<R> {
     }
 }
 
-/// Moves the reader to the next block before `until` that looks like a header, and returns its
-/// offset.
+/// Moves the reader to the next block that looks like a header, if there is one before the offset
+/// `until`, and returns the block's offset.
 pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Option<u64>> {
     while reader.position() < until {
         let Some(block) = reader.peek(BLOCK_LEN)?.first_chunk::<BLOCK_LEN>() else { return Ok(None) };

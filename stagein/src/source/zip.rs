@@ -19,8 +19,8 @@ pub(crate) use record::{Record, ZipKind};
 
 use crate::StageInError;
 
-/// The end record is searched for in this many bytes at the end of the file: the length of the
-/// record and of the longest possible comment.
+/// The number of bytes at the end of the file in which the end record is searched for. It is the
+/// length of the record plus that of the longest possible comment.
 const TAIL_LEN: u64 = 22 + 65_535;
 /// Bytes of the central directory that are read at once. The longest record is shorter.
 const CHUNK_LEN: usize = 1 << 20;
@@ -71,9 +71,9 @@ pub(crate) struct Part {
     pub(crate) bytes: u64,
 }
 
-/// Reads the central directory and calls `take` for each part. The second argument is the number of
-/// bytes before the archive in its file (a self-extracting zip starts with a program), which the
-/// offsets in the records do not include.
+/// Reads the central directory and calls `take` for each part. The second argument of `take` is the
+/// number of bytes before the archive in its file. For example, a self-extracting zip starts with a
+/// program. The offsets in the records do not include these bytes.
 pub(crate) fn parts<E: From<ZipError>>(file: &File, take: &mut dyn FnMut(Part, u64) -> Result<(), E>) -> Result<(), E> {
     let directory = Directory::find(file)?;
     let mut offset = directory.start;

@@ -9,7 +9,7 @@ use crate::wire::status::{NodeStatus, Policy};
 pub enum AdministrationRequest {
     /// Report this node's status. Reply: [`AdministrationReply::Status`].
     Status,
-    /// Apply a policy for reading ahead and caching. Reply: [`AdministrationReply::Done`].
+    /// Apply a policy for prefetching and caching. Reply: [`AdministrationReply::Done`].
     Tune(Policy),
     /// Join the session: connect to the peers in this roster, and pass it on to the nodes below in the tree. Reply:
     /// [`AdministrationReply::Joined`].
@@ -31,12 +31,12 @@ pub enum AdministrationRequest {
 pub enum AgreedNetwork {
     /// All nodes use RDMA.
     Rdma {
-        /// What is wrong with the setup although RDMA works, for the user.
+        /// A message for the user about a flaw in the setup that does not keep RDMA from working.
         note: Option<String>,
     },
     /// All nodes use TCP.
     Tcp {
-        /// Why RDMA is not used, for the user.
+        /// A message for the user that says why RDMA is not used.
         why: String,
     },
 }

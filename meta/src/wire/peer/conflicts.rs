@@ -1,12 +1,13 @@
 //! How path conflicts are found while sources are read.
 //!
-//! Samples with the same path in several archives that match one pattern are a conflict. No node sees all samples, so the search is
-//! divided. Owners compare hashes of paths, and report a *suspect path* when one hash has come from two sources. The coordinator
-//! sends the suspect paths to all nodes. Workers report *sightings*, which name the path.
+//! There is a path conflict if several archives that match one pattern contain different samples with the same path. No node sees
+//! all samples, so the search is divided. Owners compare hashes of paths, and report a *suspect path* when the same hash has come
+//! from two sources. The coordinator sends the suspect paths to all nodes. Workers report *sightings*, which name the path.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-/// Says which sources must not contain the same path. Sources with the same pattern and different matches are rivals.
+/// Says which sources must not contain the same path. Sources with the same `pattern` and different `match_number`s
+/// are rivals.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rivalry {
     /// Number of the pattern or list, from 1; 0 for a source that has no rivals.
@@ -15,7 +16,8 @@ pub struct Rivalry {
     pub match_number: u32,
 }
 
-/// The hash of a sample's path, and the numbers of its rivalry, which the owner compares.
+/// The values that an owner compares to find path conflicts: the hash of a sample's path, and the
+/// [`Rivalry`] of the sample's source.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Rival {
     /// Hash of the path, seeded by the pattern.
@@ -44,7 +46,8 @@ pub struct Sighting {
     pub path: Vec<u8>,
     /// Number of the sample's source.
     pub source: u32,
-    /// The assignment of the unit in which the worker found it. The sighting counts only if that assignment is not rejected later.
+    /// The ticket of the assignment in which the worker found the sample. The sighting counts only if that assignment is not
+    /// rejected later.
     pub ticket: u32,
     /// A hash of the sample's size and checksums: equal samples are no conflict.
     pub content: u64,

@@ -41,7 +41,7 @@ pub enum CoordinatorRequest {
         waits: Vec<String>,
         /// Path conflicts that this node, as an owner of blocks, suspects.
         suspects: Vec<SuspectPath>,
-        /// Samples with suspect paths that its workers found.
+        /// Samples with suspect paths that the node's workers found.
         sightings: Vec<Sighting>,
     },
     /// The stage-in failed on this node. Reply: [`CoordinatorReply::Done`].
@@ -75,7 +75,8 @@ pub enum CoordinatorReply {
     Over,
     /// The stage-in is still running.
     Continue {
-        /// Files found on all nodes so far. Each takes room in the catalog, and every node will hold a copy of it.
+        /// Files found on all nodes so far. Each file takes room in the catalog, and every node will hold a copy
+        /// of the catalog.
         files: u64,
         /// Paths to look for.
         suspects: Vec<SuspectPath>,

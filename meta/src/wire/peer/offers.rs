@@ -11,7 +11,7 @@ pub enum OfferRequest {
     Batch {
         /// The stage-in that ships them.
         stage_in: u64,
-        /// One for each block, in the order of the bytes.
+        /// One entry for each block, in the order of the bytes.
         blocks: Vec<ShippedBlock>,
     },
     /// A piece of a large block, for which the owner has reserved room. Reply: [`OfferReply::PieceStored`] or
@@ -52,9 +52,11 @@ pub struct ShippedBlock {
     pub len: u32,
     /// CRC32C of its bytes as they were read from the source.
     pub checksum: u32,
-    /// The owner stores blocks in the order of these random numbers. Blocks that belong together have the same one.
+    /// The owner stores blocks in the order of these random numbers. Blocks that belong together have the same
+    /// number.
     pub shuffle: u64,
-    /// What the owner compares to find path conflicts. Set for the first block of a sample.
+    /// What the owner compares to find path conflicts. It is set only for the first block of a
+    /// sample.
     pub rival: Rival,
 }
 

@@ -15,7 +15,7 @@ pub enum ReadRequest {
         /// The chunks, in the order of the slots.
         chunks: Vec<Chunk>,
     },
-    /// Bytes of a sorted run of found archive members, as many as fit the slot. Reply: [`ReadReply::Bytes`].
+    /// Bytes of a sorted run, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
     Run {
         /// The stage-in that the run belongs to.
         stage_in: u64,
@@ -24,7 +24,8 @@ pub enum ReadRequest {
         /// Offset of the first wanted byte.
         offset: u64,
     },
-    /// Bytes of a catalog that is about to be published, as many as fit the slot. Reply: [`ReadReply::Bytes`].
+    /// Bytes of a catalog that is about to be published, as many as fit into the slot. Reply:
+    /// [`ReadReply::Bytes`].
     Catalog {
         /// The stage-in that made the catalog.
         stage_in: u64,

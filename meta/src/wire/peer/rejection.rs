@@ -13,7 +13,8 @@ pub type Answered<T> = Result<T, Rejection>;
 pub struct Rejection {
     /// What a program needs to know.
     pub kind: RejectionKind,
-    /// What failed, on which object, and why. It does not name the node that rejects: the asker adds that.
+    /// What failed, on which object, and why. The text does not name the rejecting node: the asker adds
+    /// the node's name.
     pub reason: String,
 }
 
@@ -26,7 +27,7 @@ pub enum RejectionKind {
     NoSuchDataset,
     /// The receiver takes no part in this stage-in: it has ended, or never began there.
     NoSuchStageIn,
-    /// The request is for the coordinator, which its receiver is not.
+    /// The request is for the coordinator, but its receiver is not the coordinator.
     NotCoordinator,
     /// A step that must come first has not been taken.
     NotReady,

@@ -1,4 +1,5 @@
-//! What a node's part of a stage-in must do. All but `Reserve` come from the coordinator, in the order of the variants.
+//! Requests that tell a node's part of a stage-in what to do. All requests except `Reserve` come from the coordinator,
+//! in the order of the variants.
 
 use rkyv::{Archive, Deserialize, Serialize};
 
@@ -22,7 +23,8 @@ pub enum NodeStageInRequest {
         seed: u64,
         /// Source bytes that this node may read per second.
         max_rate: Option<u64>,
-        /// Free bytes on each node, in order: its weight in the placement.
+        /// Free bytes on each node, in the order of the nodes. They are the nodes' weights in the
+        /// placement.
         capacities: Vec<u64>,
     },
     /// Reserve room for a large block that will arrive in pieces. Comes from a worker of any node. Reply:
@@ -57,7 +59,7 @@ pub enum NodeStageInRequest {
     },
     /// Make the prepared dataset visible, in place of the one that it replaces. Reply: [`NodeStageInReply::Done`].
     Commit {
-        /// The stage-in that prepared it.
+        /// The stage-in that prepared the dataset.
         stage_in: u64,
         /// The dataset to hide.
         replaces: Option<DatasetId>,
@@ -83,8 +85,8 @@ pub enum NodeStageInReply {
     Done,
     /// Room for a large block.
     Reserved {
-        /// The number that the block's pieces name, or `None` if no drive has room: the block goes to the next node on
-        /// the ring.
+        /// The number that the block's pieces name, or `None` if no drive has room. In that case the block goes to the
+        /// next node on the ring.
         arrival: Option<u32>,
     },
     /// All blocks are on the drives.

@@ -9,11 +9,11 @@ use crate::wire::control::Counts;
 /// A piece of a source, for one worker.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct Unit {
-    /// Number of its source.
+    /// Number of the source that the unit is a piece of.
     pub source: u32,
     /// Number of this assignment. A range that was started at a wrong offset is assigned again under another number.
     pub ticket: u32,
-    /// The directory in the dataset below which its names go.
+    /// The directory in the dataset below which the unit's members are placed.
     pub prefix: Vec<u8>,
     /// Which other sources must not contain the same paths.
     pub rivalry: Rivalry,
@@ -115,9 +115,10 @@ pub struct ZipPart {
     pub version: Version,
     /// Records of the central directory, byte for byte.
     pub records: Vec<u8>,
-    /// Offset of the first of these records in the archive.
+    /// Offset in the file of the first of these records.
     pub offset: u64,
-    /// Bytes that precede the archive in its file. Offsets within the archive do not count them.
+    /// Bytes that precede the archive in its file. The offsets in the records do not count these
+    /// bytes.
     pub shift: u64,
 }
 
@@ -166,6 +167,7 @@ pub struct UnitReport {
     pub range: Option<RangeReport>,
     /// What the worker found.
     pub counts: Counts,
-    /// Whether the samples found must not count, because the source changed while it was read.
+    /// Whether the samples found must be left out of the dataset, because the source changed while
+    /// it was read.
     pub withdrawn: bool,
 }

@@ -118,7 +118,7 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
 /// SEMANTICS: "After an error, all cached blocks that were written since the last good sync are
 /// dropped, and the drive gets no more cached blocks of that dataset."
 #[test]
-fn an_error_of_any_call_drops_everything_written_since_the_last_successful_sync() {
+fn a_failed_write_back_or_sync_drops_everything_since_the_last_good_sync() {
     for call in 0..2 {
         let fixture = Fixture::new(5000);
         fixture.write(0..20).unwrap();

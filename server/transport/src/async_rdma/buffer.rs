@@ -1,4 +1,4 @@
-//! Buffers in memory that the crate has registered. Each serves one operation at a time.
+//! Buffers in memory that the crate `async-rdma` has registered. Each buffer serves one operation at a time.
 
 use std::alloc::Layout;
 use std::io;
@@ -18,7 +18,7 @@ use crate::error::PieceError;
 pub(super) const BUFFER_LEN: usize = 8 << 20;
 /// Alignment that the crate's allocator requires.
 const BUFFER_ALIGN: usize = 2 << 20;
-/// Number of buffers for each queue pair. This also bounds the number of its operations under way.
+/// Number of buffers for each queue pair. This also bounds the number of operations under way on the queue pair.
 const BUFFERS_MAX: usize = 8;
 /// The longest operation in bytes.
 const OPERATION_LEN_MAX: usize = 1 << 20;
@@ -42,7 +42,7 @@ pub(super) struct Buffers {
     rdma: Rdma,
 }
 
-/// A buffer. Dropping it frees it, unless it is lent to a peer that may still write to it.
+/// A buffer in use. Dropping it makes the memory free for other operations, unless a peer may still write to that memory.
 pub(super) struct Buffer {
     memory: Option<LocalMr>,
     home: Arc<Buffers>,
@@ -148,7 +148,7 @@ impl Buffer {
             }
             Ok(self)
         };
-        // The crate's operations must not be dropped before they end.
+        // The crate's operations must not be dropped before they end, so they run in a task, which the caller cannot drop.
         tokio::spawn(moving).await.map_err(io::Error::other)?
     }
 

@@ -1,5 +1,5 @@
-//! Answers the peers' requests over queue pairs. Bytes are read into registered memory and written into the asker's memory. The last
-//! write is the answer itself, which notifies the asker.
+//! Answers the peers' requests over queue pairs. Bytes are read into registered memory and written into the asker's memory. The
+//! last write is the answer itself, which notifies the asker.
 
 use std::any::Any;
 use std::io;
@@ -30,9 +30,9 @@ use crate::region::{Region, Slot};
 
 /// The most operations that are posted together.
 const WORKS_TOGETHER: usize = 64;
-/// The shortest piece whose read bypasses the page cache, if the piece is not cached and its offset allows it.
+/// Reads of pieces that are at least this long bypass the page cache, if the pieces are not cached and their offsets allow it.
 const DIRECT_LEN_MIN: u64 = 64 << 10;
-/// The most reads bypassing the page cache that one answer may have under way.
+/// One answer has at most this many reads under way that bypass the page cache.
 const DIRECT_READS_MAX: usize = 8;
 /// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
@@ -113,7 +113,7 @@ impl Answerer {
         self.finish(queue, &request, answered).await
     }
 
-    /// Writes the pieces into the asker's memory. The answer follows them.
+    /// Writes the pieces into the asker's memory. Returns the answer, which the caller sends after them.
     async fn write_pieces(&self, peer: NodeId, queue: QueueId, request: &WireRequest, answer: Answer) -> WireAnswer {
         let Answer { message, pieces } = answer;
         let fits = pieces.len() <= request.ranges.len()
@@ -141,7 +141,7 @@ impl Answerer {
         match gather.send(&pieces).await {
             Ok(()) => WireAnswer::Done { lens, message, unread: gather.unread },
             Err(error) => {
-                // No write may follow the answer.
+                // No write may follow the answer, so reads that would still lead to writes are aborted.
                 if let Some(DirectReads { mut reads, .. }) = gather.direct.take() {
                     reads.shutdown().await;
                 }
@@ -214,7 +214,7 @@ fn broken() -> io::Error {
     io::ErrorKind::BrokenPipe.into()
 }
 
-/// Writes, all out of one slot, that will be posted together.
+/// A series of write operations that will be posted together. All of their bytes are in one slot.
 struct Chain {
     slot: Slot,
     used: usize,
@@ -231,16 +231,16 @@ struct Gather<'a> {
     left: u64,
     chain: Option<Chain>,
     direct: Option<DirectReads>,
-    /// The answer has waited for small pieces before this one.
+    /// The answer has already waited for the small pieces whose numbers are lower than this.
     loaded_until: usize,
     /// The time at which the asker was last notified of progress.
     notified: Instant,
     unread: Unread,
 }
 
-/// Reads that bypass the page cache. Several run at a time, because a single read does not saturate a drive.
+/// The reads that bypass the page cache. Several run at a time, because a single read does not saturate a drive.
 struct DirectReads {
-    /// The number of the piece, and the result: the outer error is the queue pair's, the inner one the piece's.
+    /// The number of the piece, and the result: the outer error is about the queue pair, the inner one about the piece.
     reads: JoinSet<(usize, io::Result<Result<(), PieceError>>)>,
     _permit: Option<Arc<FairPermit>>,
 }
@@ -293,8 +293,8 @@ impl Gather<'_> {
         Ok(true)
     }
 
-    /// Sends a part of a piece, bypassing the page cache, if the part is large and not cached, and
-    /// if the file system allows it. Returns whether it did.
+    /// Sends a part of a piece with a read that bypasses the page cache, if the piece is large, the part is not cached, and the
+    /// file system allows such reads. Otherwise sends nothing and returns `false`.
     async fn send_direct(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<bool> {
         let Piece::File { file, offset, revoked, .. } = piece else { return Ok(false) };
         let offset = offset + from;
@@ -326,7 +326,7 @@ impl Gather<'_> {
             }
             let start = direct::start(&slot) as u64;
             let work = work(&slot, start, len as u32, Action::Write(to)).ok_or_else(broken)?;
-            // Operations complete in order, so the completion of the answer implies this one's.
+            // Nothing waits for this write: operations complete in order, so it has completed when the answer completes.
             drop(answerer.post(queue, vec![work], slot));
             Ok(Ok(()))
         };
@@ -341,7 +341,7 @@ impl Gather<'_> {
         Remote { address: range.address.wrapping_add(from), key: range.key }
     }
 
-    /// Sends a part of a piece through the page cache. The outer error is the queue pair's, the inner one the piece's.
+    /// Sends a part of a piece through the page cache. The outer error is about the queue pair, the inner one about the piece.
     async fn send_part(&mut self, at: usize, piece: &Piece, from: u64, len: usize) -> io::Result<Result<(), PieceError>> {
         let mut chain = self.room(len).await?;
         let mut start = chain.used;
@@ -384,7 +384,7 @@ impl Gather<'_> {
         chain.used += len;
         let to = self.target(at, from);
         let next = work(&chain.slot, start as u64, len as u32, Action::Write(to)).ok_or_else(broken)?;
-        // Bytes that are adjacent on both sides become one operation.
+        // Writes whose bytes are adjacent in both nodes' memory become one operation.
         match chain.works.last_mut() {
             Some(Work { action: Action::Write(last), len: last_len, .. })
                 if last.address.wrapping_add(u64::from(*last_len)) == to.address && last.key == to.key =>
@@ -398,7 +398,7 @@ impl Gather<'_> {
         Ok(Ok(()))
     }
 
-    /// Takes the chain if it has room for `len` bytes and one more operation; otherwise posts it and starts another.
+    /// Takes the chain if it has room for `len` bytes and one more operation; otherwise posts the chain and starts another.
     async fn room(&mut self, len: usize) -> io::Result<Chain> {
         let has_room = |chain: &Chain| chain.works.len() < WORKS_TOGETHER && chain.used + len <= chain.slot.len();
         if self.chain.as_ref().is_some_and(|chain| !has_room(chain)) {
@@ -412,7 +412,8 @@ impl Gather<'_> {
         Ok(Chain { slot, used: 0, works: Vec::with_capacity(WORKS_TOGETHER) })
     }
 
-    /// Posts the chain. Operations complete in order, so the completion of the answer implies the chain's.
+    /// Posts the chain and does not wait for it: operations complete in order, so the chain has completed when the answer
+    /// completes.
     fn flush(&mut self) {
         if let Some(Chain { slot, works, .. }) = self.chain.take()
             && !works.is_empty()
@@ -421,7 +422,7 @@ impl Gather<'_> {
         }
     }
 
-    /// Notifies the asker now and then that its request is making progress, so that it does not give up.
+    /// Notifies the asker now and then that the request is making progress, so that the asker does not give up.
     fn notify_progress(&mut self) {
         if self.notified.elapsed() < self.answerer.deadlines.ping_interval {
             return;
@@ -465,7 +466,7 @@ impl RdmaLanding {
             }
             return Ok(slot);
         }
-        // The slot's memory is not registered, so the bytes pass through memory that is.
+        // The slot's memory is not registered, so the bytes pass through registered memory.
         for at in (0..len).step_by(step as usize) {
             let part = step.min(len - at);
             let staged = self.answerer.slot(part).await?;

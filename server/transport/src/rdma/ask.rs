@@ -199,8 +199,8 @@ impl Events for Answers {
         }
         let mut requests = self.0.lock();
         let waiting = requests.get(&number).ok_or("the peer answered a request that does not exist")?;
-        // After a malformed answer the slots stay until the queue pair is destroyed, because the peer may misbehave in other
-        // ways.
+        // After a malformed answer the slots stay until the queue pair is destroyed, because such a peer may still write into
+        // them.
         let answered = WireAnswer::decode(&waiting.message[waiting.answer_at..]).ok_or("the peer's answer is malformed")?;
         if let WireAnswer::Done { lens, .. } = &answered {
             let slots = &waiting.slots;

@@ -1,4 +1,4 @@
-//! A card at work, with its memory and its limits, and the state that a node's connections and its listener share.
+//! A card at work, with its memory and its limits, and the state that the node's connections and listener share.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -53,9 +53,9 @@ pub(super) struct Card {
     pub(super) limits: Limits,
     /// Memory through which the bytes of answers pass.
     pub(super) staging: Region,
-    /// Memory for requests and the answers to them.
+    /// Memory for this node's requests, and for the answers to them.
     pub(super) messages: Region,
-    /// Memory for the answers to peers.
+    /// Memory for this node's answers to its peers' requests.
     pub(super) answers: Region,
     pub(super) drive_readers: FairQueue,
     pub(super) direct: Arc<DirectFiles>,

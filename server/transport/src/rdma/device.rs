@@ -22,7 +22,7 @@ use crate::selection::Port;
 /// The folder in which the kernel lists its cards.
 const CLASS: &str = "/sys/class/infiniband";
 
-/// The user's choice among several cards, and the quality of service of its packets.
+/// The user's choice among several cards, and the quality of service of the packets.
 #[derive(Clone, Debug, Default)]
 pub struct Choice {
     /// The card, as `NAME` or `NAME:PORT`. If unset, the first card with an active port is used.
@@ -84,7 +84,7 @@ pub(super) struct Device {
     registered_bytes: AtomicU64,
 }
 
-// SAFETY: the library's objects may be used from any thread, and it locks what it must ("all verbs are thread-safe").
+// SAFETY: the library's objects may be used from any thread, and the library locks what it must ("all verbs are thread-safe").
 unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}

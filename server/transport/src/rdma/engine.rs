@@ -1,8 +1,9 @@
 //! The thread that posts work to the card and takes its completions. The memory that an operation touches belongs to this thread
-//! until the operation has completed or its queue pair has been destroyed, even if its caller has given up.
+//! until the operation has completed or its queue pair has been destroyed, even if the caller has given up.
 //!
-//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained first: a
-//! marker is posted after its work, and the queue pair is destroyed when the marker has come back or a deadline has passed.
+//! The thread sleeps on one `poll` for completions, commands and events from the card. A queue pair that fails is drained before
+//! it is destroyed: a marker is posted after its work, and the thread waits until the marker has come back or a deadline has
+//! passed.
 
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
@@ -31,8 +32,8 @@ const SPIN: Duration = Duration::from_micros(20);
 /// The longest wait for the work of a failed queue pair. When it is over, the queue pair is
 /// destroyed, and the card no longer touches the memory of that work.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(1);
-/// The longest wait, after the marker, for receives that a failed queue pair had consumed. Receives
-/// that come back later are never posted again.
+/// The longest wait, after the marker, for receives that a failed queue pair had consumed. A
+/// receive that has not come back by then may be lost, so that it is never posted again.
 const RECEIVES_TIMEOUT: Duration = Duration::from_millis(20);
 /// The number of completions taken with one call.
 const POLLED_TOGETHER: usize = 64;
@@ -49,8 +50,8 @@ const FATAL: [u32; 3] = [0, 8, 14];
 pub(super) trait Events: Send {
     /// Called when a message has arrived. An error, which says what is wrong with the message, ends the queue pair.
     fn on_message(&mut self, message: &[u8]) -> Result<(), &'static str>;
-    /// Called when the peer has completed a write into this node's memory, with the number that the peer attached. An error ends
-    /// the queue pair.
+    /// Called when a write by the peer into this node's memory has completed. `number` is what the peer attached to the write. An
+    /// error ends the queue pair.
     fn on_completion(&mut self, number: u32) -> Result<(), &'static str>;
     /// Called when the queue pair has been destroyed and no more bytes can land through it.
     fn on_end(&mut self, reason: &str);
@@ -250,7 +251,7 @@ struct Queue {
     works: u32,
     /// Number of bytes under way.
     bytes: u64,
-    /// Set while the queue pair is drained: the deadline, and why it ends.
+    /// Set while the queue pair is drained: the deadline, and why the queue pair ends.
     ending: Option<(Instant, String)>,
 }
 
@@ -429,7 +430,7 @@ impl EngineThread {
                 }
             }
             if let Some(done) = batch.done {
-                // If nothing waits for it, this frees the memory.
+                // If nothing waits for the memory, this frees it.
                 let _ = done.send(batch.hold);
             }
         }
@@ -476,7 +477,7 @@ impl EngineThread {
         all.into_iter().for_each(|queue| self.begin_end(queue, reason, !self.is_stopping));
     }
 
-    /// Starts to drain a queue pair: its work fails, and a marker is posted after it.
+    /// Starts to drain a queue pair: its work fails, and a marker is posted after that work.
     fn begin_end(&mut self, id: QueueId, reason: &str, is_failure: bool) {
         let Some(queue) = self.queues.get_mut(&id).filter(|queue| queue.ending.is_none()) else { return };
         tracing::debug!(queue = queue.pair.number(), reason, "the queue pair is ending");
@@ -555,7 +556,7 @@ impl EngineThread {
         for (kind, port, description) in self.device.events() {
             tracing::debug!(device = self.device.name, event = description, "the card reported an event");
             if kind == PORT_DOWN && port == u32::from(self.device.port) {
-                // Otherwise, the work under way would only wait for its timeout.
+                // Without this, the work under way would only wait for its timeout.
                 tracing::warn!(device = self.device.name, port, "the card's port went down");
                 self.end_all("the card's port went down");
             } else if FATAL.contains(&kind) {

@@ -8,23 +8,23 @@ use super::device::DeviceLimits;
 /// Bounds on the work that a card is given. The defaults are those of `dayfly_meta::limits`; tests use smaller ones.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
-    /// Receives posted to the shared receive queue.
+    /// Number of receives that are posted to the shared receive queue.
     pub(crate) receives: u32,
     /// The longest request in bytes.
     pub(crate) request_len: u32,
-    /// Entries of the completion queue.
+    /// Number of entries of the completion queue.
     pub(crate) completions: u32,
-    /// Operations under way on a queue pair on which this node answers.
+    /// Number of operations that may be under way on a queue pair on which this node answers.
     pub(crate) send_depth: u32,
-    /// Bytes under way on a queue pair.
+    /// Number of bytes that may be under way on a queue pair.
     pub(crate) bytes_in_flight: u64,
     /// The longest single operation in bytes.
     pub(crate) write_len: u32,
-    /// Requests under way on a queue pair on which this node asks.
+    /// Number of requests that may be under way on a queue pair on which this node asks.
     pub(crate) window: u32,
-    /// Registered memory for the bytes of answers.
+    /// Length of the registered memory for the bytes of answers.
     pub(crate) staging_len: u64,
-    /// Registered memory for requests and the messages of answers.
+    /// Length of the registered memory for requests and for the messages of answers.
     pub(crate) messages_len: u64,
     pub(crate) deadlines: Deadlines,
 }

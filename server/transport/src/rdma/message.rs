@@ -10,7 +10,7 @@ use crate::error::Refusal;
 const VERSION: u8 = 2;
 /// Length of an encoded [`QueuePairHello`].
 const HELLO_LEN: usize = 48;
-/// The least value for the longest request that an end accepts. A request for a single piece fits into it.
+/// Every end must accept requests of this length, which is enough to request a single piece.
 const REQUEST_LEN_MIN: u32 = 1 << 10;
 /// Length of the part of a request that precedes its ranges and its message.
 const REQUEST_HEAD_LEN: usize = 32;
@@ -25,7 +25,8 @@ const ANSWER_HEAD_LEN: usize = 12;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct QueuePairHello {
     pub(super) end: Endpoint,
-    /// A random number that identifies the queue pair. Its number on the card may be reused.
+    /// A random number that identifies the queue pair. The card's own number for the queue pair would not do, because the card
+    /// may reuse it.
     pub(super) nonce: u64,
     /// Number of requests that may wait for their answers.
     pub(super) window: u32,
@@ -143,7 +144,7 @@ pub(super) enum WireAnswer {
     Done { lens: Vec<u32>, message: Vec<u8>, unread: Unread },
     /// The request was refused.
     Refused(Refusal),
-    /// The answer's message does not fit into the asker's memory for it.
+    /// The answer does not fit into the memory that the asker reserved for it.
     TooLong,
 }
 

@@ -1,5 +1,5 @@
-//! Remembers the answers to offers that may not have reached their askers. An asker whose queue pair failed resends the offer
-//! over another path, and an offer that was taken must not be taken twice.
+//! Remembers answers to offers until they have reached their askers. An asker whose queue pair failed sends the offer again over
+//! another path, and an offer that was taken must not be taken twice.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,8 @@ use tokio::sync::watch;
 
 use crate::error::Refusal;
 
-/// Number of offers remembered. After a failure, at most one window of offers is sent again, all at once, so this is enough.
+/// Number of offers remembered. After a failure, an asker sends its unanswered offers again, all at once. There are at most as
+/// many of them as a queue pair's window allows, which is far fewer.
 const REMEMBERED_MAX: usize = 1024;
 
 /// Identifies an offer: the node that sent it, the nonce of the queue pair, and the number of the request.
@@ -49,8 +50,8 @@ impl OfferOutcomes {
         OfferInProgress { outcomes: self, key, sender }
     }
 
-    /// Waits for the answer to an offer, if it was begun. Returns `None` if the offer was never begun or was not taken; then it must
-    /// be answered now.
+    /// Waits for the answer to an offer that was begun. Returns `None` if the offer was never begun or was not taken; the caller
+    /// must then answer the offer.
     pub(super) async fn of(&self, peer: NodeId, nonce: u64, number: u32) -> Option<Vec<u8>> {
         let mut offer = self.lock().offers.get(&(peer, nonce, number))?.clone();
         // A sender that was dropped without an answer belongs to an offer that was not taken.

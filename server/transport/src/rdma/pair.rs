@@ -61,7 +61,7 @@ pub(super) async fn connect(
         // The outcome is recorded in `fallen_back`. Later connections do not wait: their requests can go over the inner
         // transport.
         if lock(&shared.known).insert(pair.inner.peer()) {
-            // The request that needs the connection has its own deadline, most of which may be spent on dialing.
+            // The request that needs the connection has a deadline of its own. This wait may take most of it, but not all.
             let _ = timeout(shared.deadlines.request / 5 * 3, tried).await;
         }
     }
@@ -226,8 +226,8 @@ impl Connection for PairedConnection {
     }
 
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
-        // Requests without slots go over the inner transport. Some of them must not be answered twice, and a request that fails
-        // here is sent again.
+        // Requests without slots go over the inner transport: some of them must not be answered twice, and a request that fails
+        // over RDMA is sent again.
         if !slots.is_empty()
             && let Some(asker) = self.asker()
         {
@@ -295,7 +295,7 @@ struct AcceptedQueuePair {
 pub(super) struct QueuePairService {
     shared: Arc<Shared>,
     service: Arc<dyn Service>,
-    /// The latest queue pair of each peer. A peer sends requests on one, and sets up another after it fails.
+    /// The latest queue pair of each peer. A peer sends requests on one queue pair, and sets up another after that one fails.
     accepted: Mutex<HashMap<NodeId, AcceptedQueuePair>>,
 }
 

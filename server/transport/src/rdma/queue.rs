@@ -42,7 +42,7 @@ impl Completions {
         // SAFETY: as above; the channel was just created.
         let queue = unsafe { (verbs.create_cq)(device.context(), entries as i32, ptr::null_mut(), channel.as_ptr(), 0) };
         let queue = made(queue, "ibv_create_cq").inspect_err(|_| {
-            // SAFETY: nothing uses it.
+            // SAFETY: nothing uses the channel.
             unsafe { (verbs.destroy_comp_channel)(channel.as_ptr()) };
         })?;
         let completions = Self { device: device.clone(), channel, queue };
@@ -186,7 +186,7 @@ pub(super) struct Endpoint {
     pub(super) reads: u8,
 }
 
-/// One end of a reliable connection. Dropping it destroys it.
+/// One end of a reliable connection. Dropping this destroys the queue pair on the card.
 pub(super) struct QueuePair {
     device: Arc<Device>,
     queue: NonNull<verbs::Qp>,
@@ -293,7 +293,7 @@ impl QueuePair {
         self.modify(&mut self.attributes(verbs::QPS_ERR), verbs::QP_STATE)
     }
 
-    /// Posts operations in order with one call. Only the last one has a completion, under `id`.
+    /// Posts operations in order with one call. Only the last operation has a completion, which carries `id`.
     ///
     /// The card accesses memory only through registered keys. The caller must keep that memory until the completion has arrived
     /// or the queue pair has been dropped.

@@ -1,5 +1,5 @@
-//! RDMA under faults and under load. These tests run only where there is a card. `tests/vm/rdma` runs them in a virtual machine with
-//! Soft-RoCE, one at a time and as root, because some take the card's link down and read the kernel's memory statistics.
+//! RDMA under faults and under load. These tests run only where there is a card. `tests/vm/rdma` runs them in a virtual machine
+//! with Soft-RoCE, one at a time and as root, because some take the card's link down and read the kernel's memory statistics.
 
 mod figures;
 
@@ -25,7 +25,7 @@ const TIMEOUT: Duration = Duration::from_secs(20);
 /// The variable that tells a child process of these tests what to do.
 const ROLE: &str = "DAYFLY_TEST_ROLE";
 
-/// Returns whether there is a card to test with. If there is none, prints that once, bypassing the test harness.
+/// Returns whether there is a card to test with. If there is none, prints a notice once, bypassing the test harness.
 pub(crate) fn has_card() -> bool {
     let is_there = !device::names().is_empty();
     if !is_there {
@@ -90,7 +90,7 @@ fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
-/// Returns the number of objects in the kernel's caches that verbs use.
+/// Returns, for each of the kernel's caches that verbs use, the number of objects in it.
 fn slabs() -> BTreeMap<String, i64> {
     let text = std::fs::read_to_string("/proc/slabinfo").unwrap();
     let line = |line: &str| {
@@ -359,7 +359,7 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn unregistered_memory_is_served_too() {
+async fn requests_with_unregistered_memory_also_succeed() {
     if !has_card() {
         return;
     }
@@ -368,7 +368,7 @@ async fn unregistered_memory_is_served_too() {
     let echo = Echo::new(Region::new(16 << 20).unwrap());
     let _serving = theirs.serve(echo).await.unwrap();
     let connection = ours.connect(NodeId(1), address).await.unwrap();
-    // The owner's memory for offers is not registered, so their bytes pass through memory that is.
+    // The owner's memory for offers is not registered, so the bytes pass through registered memory.
     for len in [100, 1 << 20, (2 << 20) + 7] {
         let mut slot = ours.region(4 << 20).unwrap().slot(len as u64).unwrap();
         slot.copy_from_slice(&pattern(len));
@@ -415,7 +415,7 @@ fn post(card: &Card, queue: engine::QueueId, slot: Slot, action: Action, len: u3
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_wrong_key_ends_only_that_queue_pair() {
+async fn a_write_with_a_wrong_key_ends_only_its_own_queue_pair() {
     if !has_card() {
         return;
     }

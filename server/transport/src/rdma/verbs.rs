@@ -1,6 +1,6 @@
-//! Bindings to `libibverbs.so.1`, which is opened at run time. Its functions and structures are declared here as in version 1.1
-//! of its ABI, so a build needs no headers, and a host without the library runs the same program. Names and fields are those of
-//! the library.
+//! Bindings to `libibverbs.so.1`, which is opened at run time, so a host without this library runs the same program. The library's
+//! functions and structures are declared here as in version 1.1 of its ABI, so a build needs no headers. Names and fields are those
+//! of the library.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::mem::{offset_of, size_of};
@@ -23,7 +23,7 @@ pub(super) struct Pd {
     pub(super) handle: u32,
 }
 
-/// The head of an open device. The functions of the data path are in its table and are not symbols of the library.
+/// The first fields of an open device. The library has no symbols for the functions of the data path: they are in the table `ops`.
 #[repr(C)]
 pub(super) struct Context {
     pub(super) device: *mut Device,
@@ -383,7 +383,7 @@ macro_rules! functions {
             /// `library` must be `libibverbs.so.1` and must stay loaded.
             unsafe fn of(library: &Library) -> Result<Self, libloading::Error> {
                 Ok(Self {
-                    // SAFETY: the symbols have these types in version 1.1 of the ABI, which a lookup without a version finds.
+                    // SAFETY: the symbols have these types in version 1.1 of the ABI, and a lookup that names no version finds it.
                     $($field: unsafe { *library.get::<$type>(concat!($symbol, "\0").as_bytes())? },)*
                 })
             }
@@ -420,8 +420,8 @@ functions! {
     destroy_qp = "ibv_destroy_qp": unsafe extern "C" fn(*mut Qp) -> c_int;
 }
 
-/// Returns the library, opened once. It stays loaded until the process ends, because its objects may live anywhere in the
-/// process.
+/// Returns the library, which the first call opens. It stays loaded until the process ends, because its objects may live anywhere
+/// in the process.
 pub(super) fn verbs() -> Result<&'static Verbs, RdmaError> {
     static VERBS: OnceLock<Result<Verbs, Arc<libloading::Error>>> = OnceLock::new();
     let loaded = VERBS.get_or_init(|| {

@@ -16,7 +16,7 @@ use crate::error::{PieceError, Refusal};
 use crate::fair_queue::FairQueue;
 use crate::page_cache::{PageCacheLoader, is_cached, read_cached};
 
-/// The shortest piece that the kernel sends. For shorter ones, passing pages costs more than copying the bytes.
+/// The kernel sends pieces of at least this length. For shorter ones, handing over pages costs more than copying the bytes.
 const SENDFILE_LEN_MIN: u64 = 32 << 10;
 /// Number of small pieces that an answer waits for at a time.
 const WAIT_TOGETHER: usize = 64;
@@ -119,7 +119,7 @@ impl Gather<'_> {
         Ok(())
     }
 
-    /// Adds a piece by copying it. The outer error is the stream's, the inner one the piece's.
+    /// Adds a piece by copying it. The outer error is about the stream, the inner one about the piece.
     async fn add_small(&mut self, pieces: &[Piece], at: usize) -> io::Result<Result<(), PieceError>> {
         let Piece::File { file, offset, len, .. } = &pieces[at] else { return Ok(Ok(())) };
         let len = *len as usize;
@@ -155,7 +155,7 @@ impl Gather<'_> {
         }
     }
 
-    /// Adds a piece that the kernel sends. The outer error is the stream's, the inner one the piece's.
+    /// Adds a piece that the kernel sends. The outer error is about the stream, the inner one about the piece.
     async fn add_large(&mut self, piece: &Piece, at: usize) -> io::Result<Result<(), PieceError>> {
         let Piece::File { file, offset, len, revoked } = piece else { return Ok(Ok(())) };
         if self.loader.is_started() || !is_cached(file, *offset, *len) {

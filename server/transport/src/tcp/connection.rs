@@ -105,7 +105,8 @@ impl TcpConnection {
             match timeout(left, &mut answer).await {
                 Ok(answer) => return Ok(answer.ok()),
                 Err(_) if progress.age() < limit => {}
-                // The answer may have arrived while this process was suspended, so its task gets one more chance to run.
+                // The answer may have arrived while this process was suspended, so the task that receives it gets one more chance
+                // to run.
                 Err(_) => match timeout(self.links.deadlines.look_interval, &mut answer).await {
                     Ok(answer) => return Ok(answer.ok()),
                     Err(_) => return Err(self.timeout(limit)),

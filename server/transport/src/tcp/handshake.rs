@@ -17,7 +17,7 @@ use super::identity::Identity;
 use super::seal::Keys;
 
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_BLAKE2s";
-/// The longest handshake message in bytes. A key, a tag and a hello together take fewer than 100.
+/// The longest handshake message in bytes. A key, a tag and a hello together take fewer than 100 bytes.
 const MESSAGE_LEN_MAX: usize = 256;
 
 /// The encrypted payload, with which each end identifies itself and the other.
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_recorded_hello_gets_no_further_and_noise_gets_no_answer() {
+    async fn a_recorded_hello_does_not_connect_and_random_bytes_get_no_answer() {
         let (dialer, listener) = (identity(1, 1, 0), identity(1, 1, 1));
         let mut noise = builder(&dialer).unwrap().build_initiator().unwrap();
         let hello = Hello { session: dialer.session, from: NodeId(0), to: NodeId(1) };

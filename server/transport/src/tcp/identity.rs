@@ -1,4 +1,4 @@
-//! The identity of this node, which the two ends of a connection prove to each other.
+//! The identity that a node proves to the other end of each connection.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use dayfly_meta::id::{NodeId, SessionId};
 use super::seal::Keys;
 use crate::key::Key;
 
-/// The identity of this node, as it enters every handshake.
+/// The identity of this node, which is part of every handshake.
 #[derive(Clone)]
 pub struct Identity {
     /// The session that this node belongs to.
@@ -17,13 +17,13 @@ pub struct Identity {
     pub key: Arc<Key>,
     /// The number of this node.
     pub node: NodeId,
-    /// The use of the connections that are dialed or accepted with this identity.
+    /// The purpose of the connections that are dialed or accepted with this identity.
     pub purpose: Purpose,
     /// How long this node waits for its peers.
     pub deadlines: Deadlines,
 }
 
-/// The use of a connection. Both ends must name the same use, so a recorded handshake is useless for another purpose.
+/// The purpose of a connection. Both ends must name the same purpose, so a recorded handshake is useless for any other.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Purpose {
     /// Messages and bulk bytes between servers, in plain text after the handshake.

@@ -1,6 +1,6 @@
-//! One link to a peer, on the dialing side: the requests under way on it, and the times at which
-//! bytes last moved. While a request is under way, its slots are held here rather than by its
-//! caller. They are returned when the link has ended, because then no more bytes can land in them.
+//! One link to a peer, on the dialing side: the requests under way on it, and the times at which bytes last moved. While a
+//! request is under way, its slots are held here rather than by its caller. They are returned with the answer, or when the link
+//! has ended: in both cases no more bytes can land in them.
 
 use std::collections::HashMap;
 use std::io;
@@ -113,7 +113,8 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Creates a link from a stream, and the future that receives its answers until it ends. `limit` bounds every write.
+    /// Creates a link from a stream, and the future that receives the link's answers until the link ends. `limit` bounds every
+    /// write.
     pub(super) fn start(
         (read, write): (ReadHalf, WriteHalf),
         start: Instant,
@@ -275,7 +276,7 @@ impl Link {
                 (Kind::Offered | Kind::Refused, RequestState::Sending { done, claim }) => {
                     let answer = if header.kind == Kind::Offered { Ok(body) } else { Err(refusal(&body)) };
                     let _ = done.send(answer);
-                    // Whatever the answer says, a slot may be reserved for bytes that will not come.
+                    // Whatever the answer says, the peer may have reserved a slot for bytes that will not come.
                     if claim.take() {
                         withdrawing.spawn(send_withdrawn(self.sender.clone(), header.request, permit));
                     }

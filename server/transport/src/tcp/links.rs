@@ -133,7 +133,7 @@ impl LinkMonitor {
                 },
                 Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),
                 () = sleep(wait) => {
-                    // A process that was suspended first reads what has arrived in the meantime.
+                    // After a suspension, this process must first read what has arrived in the meantime.
                     if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
                         self.silent_checks = 0;
                         self.histories.iter_mut().for_each(|history| history.silent_checks = 0);
@@ -164,7 +164,8 @@ impl LinkMonitor {
         link_silent.saturating_sub(now.saturating_sub(oldest)).clamp(look_interval, ping_interval)
     }
 
-    /// Ends the links that have been silent for too long, and finds the peer lost if all have. Only several checks in a row count.
+    /// Ends the links that have been silent for too long. If all of them have been, the peer is lost. Only several checks in a row
+    /// count.
     fn check_silence(&mut self) {
         let Deadlines { link_silent, peer_lost, ping_interval, .. } = self.links.deadlines;
         let now = self.links.start.elapsed();

@@ -10,8 +10,8 @@ use crate::region::Slot;
 
 /// Length of the buffer for small frames.
 const BUFFER_LEN: usize = 64 << 10;
-/// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. More would read
-/// into the next bulk bytes, which would then have to be copied.
+/// Bytes that a call reads beyond the bulk bytes it asks for: enough for the one or two headers that follow. A longer read would
+/// reach into the next bulk bytes, which would then have to be copied.
 const BEHIND_LEN: usize = 256;
 /// The most slots that one call fills.
 const SLICES_MAX: usize = 256;
@@ -36,7 +36,7 @@ impl Reader {
         PeerHeader::decode(bytes).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Reads a frame's body. Decoding the header has checked its length.
+    /// Reads a frame's body, whose length was checked when the header was decoded.
     pub(super) async fn body(&mut self, header: &PeerHeader) -> io::Result<Vec<u8>> {
         let mut body = vec![0; header.body_len as usize];
         self.exactly(&mut body).await?;

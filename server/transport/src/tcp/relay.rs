@@ -1,4 +1,4 @@
-//! A network for tests: forwards the TCP streams to one peer, and can drop, slow down or close each of them.
+//! A network for tests: forwards the TCP streams to one peer, and can hold back, slow down or close each of them.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};

@@ -1,5 +1,6 @@
-//! The two halves of a stream after its handshake: plain, or sealed in Noise frames. A frame is its length in 16 bits and then the
-//! bytes, encrypted and authenticated by the handshake's keys. Frames are numbered implicitly, so none can be dropped or reordered.
+//! The two halves of a stream after its handshake: plain, or sealed in Noise frames. A frame consists of a length of 16 bits and
+//! that many bytes, which the handshake's keys encrypt and authenticate. Frames are numbered implicitly, so none can be dropped or
+//! reordered.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::Arc;

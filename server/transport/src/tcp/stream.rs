@@ -25,8 +25,8 @@ use crate::region::Slot;
 /// The number of frames that may wait in the queue of one link. Bulk frames have up to 1 MiB each.
 const QUEUE_LEN: usize = 8;
 
-/// Waiting frames are written together in one call, which takes no more of them once it has this
-/// many bytes. A call has one deadline, so it must not write more.
+/// Waiting frames are written together in one call. Once they have this many bytes, no more frames
+/// are added, because a call has a single deadline.
 const WRITTEN_TOGETHER: usize = 256 << 10;
 
 /// An entry of the queue.
@@ -173,8 +173,8 @@ fn late(_: tokio::time::error::Elapsed) -> io::Error {
 }
 
 /// Sends a range of a file. On a plain stream, bytes go from the page cache to the socket without a copy. All bytes were announced,
-/// so those that cannot be read are replaced by zeros. The outer error is the stream's; the inner one says why the piece must not
-/// be used.
+/// so those that cannot be read are replaced by zeros. The outer error is about the stream; the inner one says why the piece must
+/// not be used.
 async fn write_file(
     half: &mut WriteHalf,
     request: u64,
@@ -205,7 +205,7 @@ async fn write_file(
     Ok(valid.and_then(|()| range.check_revoked()))
 }
 
-/// Sends one frame from the page cache. The outer error is the stream's, the inner one the file's.
+/// Sends one frame from the page cache. The outer error is about the stream, the inner one about the file.
 async fn send_range(
     half: &mut OwnedWriteHalf,
     mut header: &[u8],
@@ -229,8 +229,8 @@ async fn send_range(
                 Ok(0) => return Ok(Err(PieceError::Truncated)),
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // The error is the file's or the stream's. Sending the zeros below tells which: a broken stream does not take
-                // them.
+                // The error may come from the file or from the stream. Sending the zeros below tells which: a broken stream does
+                // not take them.
                 Err(error) => return Ok(Err(error.into())),
             }
         }
@@ -282,7 +282,7 @@ pub(super) fn split_unread(body: &[u8], pieces: usize) -> Option<Unread> {
     is_valid.then(|| Unread { pieces: numbers, reason: String::from_utf8_lossy(reason).into_owned() })
 }
 
-/// Returns the body of a `Refused` frame: the reason, cut to the length of a message.
+/// Returns the body of a `Refused` frame: the reason, cut to the length that a message may have.
 pub(super) fn refusal_body(refusal: &Refusal) -> Vec<u8> {
     let mut reason = refusal.to_string().into_bytes();
     reason.truncate(MESSAGE_LEN_MAX);

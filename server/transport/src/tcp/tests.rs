@@ -199,7 +199,7 @@ async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still
     let hung = ours.connect(NodeId(1), hung_address).await.unwrap();
     let good = ours.connect(NodeId(2), good_address).await.unwrap();
     let region = ours.region(16 << 20).unwrap();
-    // Many readers ask the node whose drive hangs again and again, each with a deadline of its own.
+    // Many readers repeatedly ask the node whose drive hangs, each with a deadline of its own.
     let (end, ended) = watch::channel(false);
     let (mut readers, stuck) = (JoinSet::new(), Arc::new(AtomicUsize::new(0)));
     for _ in 0..16 {
@@ -238,7 +238,7 @@ async fn a_hung_drive_holds_a_bounded_part_of_memory_and_healthy_peers_are_still
         stuck.load(Ordering::Relaxed)
     );
     assert!(free.is_some(), "the hung node holds more than a quarter");
-    // Small messages are still answered, and so are all others once the drive answers.
+    // Requests without slots are still answered. All other requests are answered once the drive works again.
     hung.pull(Vec::new(), vec![], TIMEOUT).await.unwrap();
     drop(free);
     answer.send_replace(true);

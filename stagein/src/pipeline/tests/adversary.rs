@@ -50,8 +50,8 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
         let name = format!("{depth}-{}", random.random_range(0..members * 2)).into_bytes();
         let magic = MAGICS[random.random_range(0..3)];
         match random.random_range(0..8) {
-            // A range could start at the member's last header and miss the extended header that
-            // changes it.
+            // A range could start at the member's last header and miss the extended header before
+            // that one.
             0 => bytes.extend(pax(b'x', "path", &format!("named-{number}"))),
             1 => bytes.extend(pax(b'x', "mtime", "7.5")),
             3 => {
@@ -94,8 +94,8 @@ fn archive(random: &mut StdRng, depth: usize, members: usize) -> Vec<u8> {
     bytes
 }
 
-/// Returns a plan whose ranges start at these offsets. Only in the first range is the start of the
-/// first member known.
+/// Returns a plan whose ranges start at these offsets. The start of the first member is known only
+/// for the first range.
 fn split_plan(path: &Path, cuts: &[u64]) -> StageInPlan {
     let file = fs::File::open(path).unwrap();
     let (version, path) = (version(&file).unwrap(), path.as_os_str().as_bytes().to_vec());
@@ -160,7 +160,7 @@ fn a_tar_has_the_same_members_however_it_is_split() {
 }
 
 #[test]
-fn with_keep_going_a_truncated_tar_gives_its_whole_members_however_it_is_split() {
+fn with_keep_going_a_truncated_tar_gives_its_intact_members_however_it_is_split() {
     let selection = Selection { keep_going: true, ..Selection::default() };
     for seed in 0..20 {
         let mut random = StdRng::seed_from_u64(2000 + seed);

@@ -80,7 +80,7 @@ fn a_member_archive_becomes_a_directory() {
 
 /// SEMANTICS: "Of two members with the same path, the later one wins within such directories too."
 #[test]
-fn the_later_member_of_a_path_wins_also_within_archives() {
+fn of_two_members_with_one_path_the_later_wins_even_within_archives() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::create_dir(at("a")).unwrap();
@@ -111,7 +111,7 @@ fn the_later_member_of_a_path_wins_also_within_archives() {
 }
 
 #[test]
-fn a_damaged_archive_within_a_zip_is_found_by_its_checksum() {
+fn a_checksum_reveals_damage_in_an_archive_within_a_zip() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("hello"), "hello world original").unwrap();
@@ -129,7 +129,7 @@ fn a_damaged_archive_within_a_zip_is_found_by_its_checksum() {
 }
 
 #[test]
-fn with_keep_going_sources_with_only_an_archive_name_are_skipped() {
+fn with_keep_going_sources_that_are_archives_only_by_name_are_skipped() {
     let folder = tempfile::tempdir().unwrap();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("x"), "x").unwrap();

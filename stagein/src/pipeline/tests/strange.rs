@@ -5,7 +5,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 use super::*;
 
-/// Writes `bytes` into a file in place and restores its modification time.
+/// Overwrites bytes of a file in place and restores the file's modification time.
 fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
     let file = fs::File::options().write(true).open(path).unwrap();
     let before = file.metadata().unwrap();
@@ -24,7 +24,7 @@ fn overwrite(path: &Path, bytes: &[u8], offset: u64) {
 /// SEMANTICS: "A source has changed if its size, modification time or inode change time differs from what it was at the first
 /// inspection. Setting the modification time back hides no change, and a `chmod` or a new hard link counts as a change."
 #[test]
-fn a_source_changed_in_place_with_its_time_restored_is_an_error_that_names_it() {
+fn a_source_that_was_changed_in_place_is_an_error_even_if_its_time_was_restored() {
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("file"), vec![1; 5000]).unwrap();
     let pack = |program: &str| {
@@ -83,7 +83,7 @@ z.writestr('file', b''); z.close()";
 
 /// SEMANTICS: "With `--nested`, a file whose content is not an archive stays a file, even in a tree."
 #[test]
-fn with_nested_a_member_with_only_an_archive_name_stays_a_file() {
+fn with_nested_a_member_that_is_an_archive_only_by_name_stays_a_file() {
     let folder = tempfile::tempdir().unwrap();
     let tree = folder.path().join("t");
     fs::create_dir(&tree).unwrap();

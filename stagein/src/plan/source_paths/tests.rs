@@ -39,7 +39,7 @@ fn globs_match_names_that_are_not_utf8() {
     check("**/g*.tar", &[b"p/g1.tar", b"p/g2.tar", b"p/g\xff.tar", b"p/sub\xfe/g.tar"]);
 }
 
-/// SEMANTICS: "In globs, `*`, `?` and `[...]` match within a name, and `` matches any number of
+/// SEMANTICS: "In globs, `*`, `?` and `[...]` match within a name, and `**` matches any number of
 /// folders. A wildcard does not match a leading dot."
 #[test]
 fn globs_match_what_the_glob_crate_matches() {

@@ -41,12 +41,12 @@ use splitter::{Boundaries, Splitter};
 
 /// Bytes that go through a channel at a time.
 const CHUNK_LEN: usize = 256 << 10;
-/// How many unused chunks are kept for later; any beyond that are freed.
+/// How many unused chunks are kept for reuse. Any further chunks are freed.
 const POOL_CHUNKS_MAX: usize = 16;
 
-/// Compressed bytes for a decoder, or why there are no more.
+/// Compressed bytes for a decoder. An error ends these bytes and says why.
 type CompressedChunk = io::Result<Vec<u8>>;
-/// Output of a decoder, or why there is no more.
+/// Output of a decoder. An error ends the output and says why.
 type Output = io::Result<Decoded>;
 
 /// A message from a decoder to the worker.
@@ -113,7 +113,7 @@ pub(crate) struct DecodedStream<'scope, 'env> {
     has_failed: bool,
 }
 
-/// Starts decoding `file` on threads of `scope`. The threads end with the stream, or when the
+/// Starts decoding `file` on threads of `scope`. The threads end when the stream ends or the
 /// returned value is dropped.
 pub(crate) fn start<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
@@ -150,8 +150,8 @@ pub(crate) fn start<'scope, 'env>(
     })
 }
 
-/// Returns whether a gzip file has a marker between parts near its start. A file that is not in
-/// independent parts has a marker only by chance.
+/// Returns whether the first bytes of a gzip file contain a marker. A file that does not consist of
+/// independent parts contains one only by chance.
 fn has_marker(input: &mut PlainReader) -> io::Result<bool> {
     Ok(!MarkerScanner::default().scan(input.peek(CHUNK_LEN)?).is_empty())
 }

@@ -71,8 +71,8 @@ impl FrameScanner {
         self.skip == 0 && self.field.is_empty() && matches!(self.expected, Field::Magic)
     }
 
-    /// Scans the next bytes of the stream. Returns the offsets in them at which frames start, except
-    /// for offset 0, which [`Self::is_at_boundary`] reports.
+    /// Scans the next bytes of the stream. Returns the offsets in `bytes` at which frames start,
+    /// except for offset 0, which [`Self::is_at_boundary`] reports.
     pub(super) fn scan(&mut self, bytes: &[u8]) -> Vec<usize> {
         let mut cuts = Vec::new();
         let mut at = 0;
@@ -179,8 +179,8 @@ impl FrameScanner {
             return;
         }
         let window = if is_single {
-            // The window of a single-segment frame is its whole content. A length in two bytes is stored minus 256, because a
-            // smaller length needs only one byte.
+            // The window of a single-segment frame is its whole content. A two-byte field holds the length minus 256, because
+            // a length below 256 fits into one byte.
             let content = self.field[content_at..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
             if content_len == 2 { content + 256 } else { content }
         } else {
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn frames_are_found_in_pieces_of_any_length() {
+    fn frames_are_found_however_the_stream_is_cut_into_pieces() {
         let content: Vec<u8> = (0..30_000_u32).flat_map(|number| (number / 5).to_le_bytes()).collect();
         for compression in [Compression::Zstd, Compression::Lz4, Compression::Gzip] {
             let frame = |len: usize| match compression {

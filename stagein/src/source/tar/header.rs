@@ -15,9 +15,11 @@ pub(super) enum Type {
     Extended,
     /// PAX records for all members that follow.
     Global,
-    /// A name that does not fit into the next member's header, as GNU tar stores it.
+    /// The next member's name, which is too long for that member's header. GNU tar writes such
+    /// entries.
     LongName,
-    /// A link target that does not fit into the next member's header, as GNU tar stores it.
+    /// The next member's link target, which is too long for that member's header. GNU tar writes
+    /// such entries.
     LongLink,
     /// A volume's label, which is not a member.
     Ignored,

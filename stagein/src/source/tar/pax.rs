@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn records_read_back_as_written_and_malformed_ones_are_errors() {
+    fn written_records_parse_to_the_same_fields_and_malformed_records_are_errors() {
         for mtime in [(12, 5), (-2, 750_000_000), (-1, 1), (0, 0), (-7, 0)] {
             let extension = Extension {
                 path: Some(b"a\xff".repeat(49)),

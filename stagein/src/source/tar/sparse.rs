@@ -14,7 +14,7 @@ const BROKEN: &str = "the map of a sparse file is malformed";
 
 /// A sparse file that is being read.
 pub(super) struct Expansion {
-    /// Offset and length of each piece that follows. They are sorted, do not overlap, and lie
+    /// Offset and length of each piece that follows. The pieces are sorted, do not overlap, and lie
     /// within the file.
     pieces: std::vec::IntoIter<(u64, u64)>,
     /// Offset and length of the current piece.

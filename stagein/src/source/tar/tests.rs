@@ -32,7 +32,7 @@ fn pack(format: &str, prepare: impl Fn(&std::path::Path)) -> Vec<u8> {
 }
 
 #[test]
-fn gnu_and_pax_archives_read_back() {
+fn all_members_of_gnu_and_pax_archives_are_read() {
     let long = "n".repeat(200);
     for format in ["gnu", "pax"] {
         let bytes = pack(format, |folder| {

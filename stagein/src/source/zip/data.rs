@@ -31,8 +31,8 @@ pub(crate) fn seek(reader: &mut PlainReader, record: &Record) -> Result<u64, Zip
 
 type Input<'a> = BufReader<Take<&'a mut PlainReader>>;
 
-/// Returns a reader of a member's unpacked data. It returns the last bytes only if the size and the
-/// checksum are right.
+/// Returns a reader of a member's unpacked data. The reader returns the last bytes only if the size
+/// and the checksum are right.
 pub(crate) fn open<'a>(reader: &'a mut PlainReader, record: &Record) -> Result<Box<dyn Read + Send + 'a>, ZipError> {
     let stored = record.stored_len;
     let unsupported = |reason: String| ZipError::Unsupported { offset: record.local, reason };
@@ -70,7 +70,7 @@ struct Check {
     hasher: crc32fast::Hasher,
 }
 
-/// Checks the data that is read through it.
+/// A reader that checks the data as it passes through.
 struct Checked<R> {
     input: R,
     check: Check,

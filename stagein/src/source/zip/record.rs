@@ -94,7 +94,8 @@ impl Record {
             u32::MAX => zip64.next().ok_or("a zip64 member lacks its 64-bit numbers"),
             short => Ok(u64::from(short)),
         };
-        // The extra field has its numbers in this order, which differs from the record's.
+        // The extra field holds the 64-bit numbers in this order, which differs from their order in
+        // the record.
         let (size, stored_len, local) = (number(24)?, number(20)?, number(42)?);
         let local = local.checked_add(shift).filter(|&local| local < 1 << 62).ok_or("a member claims to lie past the end")?;
         if stored_len >= 1 << 62 || size >= 1 << 62 {

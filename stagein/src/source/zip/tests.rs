@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::*;
 use crate::source::plain::PlainReader;
 
-/// Name, kind and bytes of all members.
+/// Returns the name, kind and bytes of each member.
 fn read_all(bytes: &[u8]) -> Result<Vec<(String, ZipKind, Vec<u8>)>, ZipError> {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(bytes).unwrap();
@@ -50,7 +50,7 @@ z.close()",
 }
 
 #[test]
-fn all_methods_read_back() {
+fn members_of_all_compression_methods_are_read() {
     let expect = [
         ("stored", ZipKind::File, vec![b'a'; 3000]),
         ("deflated", ZipKind::File, vec![b'b'; 300_000]),
@@ -67,7 +67,7 @@ fn all_methods_read_back() {
 }
 
 #[test]
-fn zip64_reads_back() {
+fn zip64_archives_are_read() {
     let bytes = python(
         "z = zipfile.ZipFile('z', 'w')
 for n in range(66000): z.writestr(str(n), b'')

@@ -1,5 +1,5 @@
-//! A replacement for hex-simd 0.5, all releases of which depend on a withdrawn crate. It has the three items that async-rdma 0.5
-//! uses to display the identifier of a card.
+//! A replacement for hex-simd 0.5, all releases of which depend on a withdrawn crate. This replacement has only the three items
+//! that async-rdma 0.5 uses to display the identifier of a card.
 
 use std::mem::MaybeUninit;
 

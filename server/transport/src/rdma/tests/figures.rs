@@ -1,4 +1,4 @@
-//! Tests what RDMA operations cost, in work requests and kernel memory, and where the bytes that they move are read from.
+//! Tests how much work and kernel memory RDMA operations cost, and whether their bytes are read through the page cache.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -68,7 +68,7 @@ async fn a_batch_of_64_takes_few_posts_completions_and_wake_ups() {
     assert!(owner[0] <= 9.0 && owner[1] <= 66.0 && owner[2] <= 10.0, "{owner:?}");
 }
 
-/// Large pieces of all lengths that are not in the page cache are read directly, bypassing it.
+/// Reads of large pieces that are not in the page cache bypass it, whatever the lengths of the pieces.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cold_pieces_bypass_the_page_cache() {
     struct FileService(Arc<std::fs::File>);
@@ -91,7 +91,7 @@ async fn cold_pieces_bypass_the_page_cache() {
     if !has_card() {
         return;
     }
-    // The guest's own file system is in memory, so this creates one on which files can be uncached.
+    // The virtual machine's own file system is in memory, so this test creates one on which files can be uncached.
     let folder = tempfile::tempdir().unwrap();
     let script = "truncate -s 100M disk && mkfs.ext4 -q disk && mkdir mnt && mount -o loop disk mnt";
     let mounted = Command::new("sh").args(["-c", script]).current_dir(&folder).status().unwrap();

@@ -67,8 +67,8 @@ pub(super) fn decode_stream(
     monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));
 }
 
-/// Fills the chunk, up to the end of the stream or a failure. Returns the number of bytes, because
-/// bytes before a failure count too.
+/// Fills the chunk, up to the end of the stream or a failure. Returns the number of bytes even
+/// after a failure, because the bytes before the failure are valid.
 fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error>) -> usize {
     let mut filled = 0;
     while filled < chunk.len() {
@@ -85,8 +85,8 @@ fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error
     filled
 }
 
-/// Returns an xz decoder with threads of its own. The library uses them for blocks whose headers
-/// state their lengths. Several streams are decoded one after another.
+/// Returns an xz decoder with threads of its own. The library uses these threads for blocks whose
+/// lengths are in the block headers. Several streams are decoded one after another.
 fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
     let open = move |input| {
         let stream = liblzma::stream::MtStreamBuilder::new()

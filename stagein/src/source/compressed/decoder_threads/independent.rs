@@ -13,7 +13,7 @@ use super::Decoded;
 /// The last bytes of two empty stored blocks in a row.
 const MARKER: u128 = 0x00_00_ff_ff_00_00_00_ff_ff;
 const MARKER_MASK: u128 = (1 << (9 * 8)) - 1;
-/// The longest name or comment in a gzip header that is accepted.
+/// The maximum length of a name or comment in a gzip header.
 const HEADER_LEN_MAX: usize = 128 << 10;
 
 /// Scans a stream, piece by piece, for the starts of parts.
@@ -29,8 +29,8 @@ impl MarkerScanner {
         self.last & MARKER_MASK == MARKER
     }
 
-    /// Scans the next bytes of the stream. Returns the offsets in them at which parts start, except
-    /// for offset 0, which [`Self::is_at_boundary`] reports.
+    /// Scans the next bytes of the stream. Returns the offsets in `bytes` at which parts start,
+    /// except for offset 0, which [`Self::is_at_boundary`] reports.
     pub(super) fn scan(&mut self, bytes: &[u8]) -> Vec<usize> {
         let mut cuts = Vec::new();
         for (at, &byte) in bytes.iter().enumerate() {

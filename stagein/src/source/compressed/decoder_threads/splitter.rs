@@ -15,7 +15,7 @@ use crate::source::compressed::frames::FrameScanner;
 use crate::source::compressed::xz_dictionary_len;
 use crate::source::plain::PlainReader;
 
-/// A piece has at least this many compressed bytes; fewer are not worth a thread.
+/// A piece has at least this many compressed bytes. A shorter piece would not be worth a thread.
 pub(super) const PIECE_LEN_MIN: usize = 1 << 20;
 /// Number of compressed chunks that may wait for a piece's decoder.
 const INPUT_CHUNKS: usize = 8;
@@ -40,8 +40,8 @@ impl Boundaries {
         }
     }
 
-    /// Scans the next bytes and returns the offsets in them at which a piece may start, except for
-    /// offset 0.
+    /// Scans the next bytes and returns the offsets in `bytes` at which a piece may start, except
+    /// for offset 0.
     fn scan(&mut self, bytes: &[u8]) -> Vec<usize> {
         match self {
             Self::None => Vec::new(),
@@ -66,7 +66,8 @@ pub(super) struct Splitter<'scope, 'env> {
     pub(super) limits: DecoderLimits,
     pub(super) pool: ChunkPool,
     pub(super) monitor: Arc<ProgressMonitor>,
-    /// Takes the output of every piece, in order. Its capacity is the number of pieces that may be decoded at once.
+    /// Sends the output channel of each piece to the worker, in the order of the pieces. The capacity limits how
+    /// many pieces are decoded at once.
     pub(super) pieces: SyncSender<Receiver<Output>>,
 }
 
@@ -82,7 +83,8 @@ impl<'scope> Splitter<'scope, '_> {
             // The stage-in may be canceled while this waits for the permit. The worker notices that
             // on its own.
             let Some(permit) = monitor.wait_for_large_window() else { return };
-            // One decoder decodes the whole file, and the permit is held until it is done.
+            // One decoder decodes the whole file, and the permit is held until that decoder is
+            // done.
             (boundaries, threads) = (Boundaries::None, 1);
             Some(permit)
         } else {

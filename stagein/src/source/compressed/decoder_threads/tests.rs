@@ -58,7 +58,7 @@ fn in_parts(content: &[u8], part_len: usize, is_independent: bool) -> Vec<u8> {
 }
 
 #[test]
-fn independent_parts_are_in_order_and_dependent_parts_are_decoded_again_in_one_piece() {
+fn independent_parts_are_decoded_in_order_and_dependent_parts_are_decoded_again_in_one_piece() {
     let content: Vec<u8> = (0..2_000_000_u32).flat_map(|number| (number / 3).wrapping_mul(0x9e37_79b9).to_le_bytes()).collect();
     let true_parts = in_parts(&content, 100_000, true);
     assert!(true_parts.len() > 3 * PIECE_LEN_MIN, "the stream is long enough for several pieces");
