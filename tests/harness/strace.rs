@@ -58,13 +58,13 @@ impl Tracer {
             }
             if tracer.tracer.try_wait().unwrap().is_some() || Instant::now() > deadline {
                 tracer.end();
-                return Err(format!("strace does not attach: {}", printed.trim()));
+                return Err(format!("strace did not attach: {}", printed.trim()));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Detaches, and returns how many calls it failed or delayed.
+    /// Detaches, and returns the number of calls that `strace` made fail or delayed.
     pub(crate) fn end(&mut self) -> usize {
         if self.tracer.try_wait().unwrap().is_none() {
             signal(self.tracer.id() as i32, Signal::SIGINT);
@@ -81,7 +81,7 @@ impl Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        // It has usually detached already.
+        // The tracer has usually been detached already.
         self.end();
     }
 }
