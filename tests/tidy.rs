@@ -50,7 +50,8 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
-        // The dependency makes Cargo build the library next to the program; its code is not used.
+        // The dependency on dayfly-preload makes Cargo build that library next to the program. The program does not use the
+        // library's code.
         ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-launch", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
     ]);
     let packages = metadata().workspace_packages();
@@ -84,14 +85,14 @@ fn named_absences() {
 }
 
 #[test]
-fn verbs_are_named_in_their_folder_only() {
+fn only_the_rdma_modules_name_rdma_verbs() {
     for (path, file) in sources().all() {
         let text = &file.text;
         let is_border = path.starts_with("server/transport/src/rdma") || path.starts_with("server/transport/src/async_rdma");
         let is_border = is_border
             || [Path::new("server/transport/src/rdma.rs"), Path::new("server/transport/src/async_rdma.rs")].contains(&path);
         let is_free = is_border || path.starts_with("tests");
-        assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names a verb", path.display());
+        assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names an RDMA verb", path.display());
     }
 }
 
