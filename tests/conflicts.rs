@@ -41,7 +41,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         match random.random_range(0..10) {
             0..5 => fs::write(&full, format!("{path} of source {source}").repeat(random.random_range(0..400))).unwrap(),
             5..7 => fs::create_dir(&full).unwrap(),
-            // The target never exists: stage-in refuses members below a symlink, where tar would follow the link (see SEMANTICS.md).
+            // The target never exists: stage-in refuses members below a symlink, whereas tar would follow the symlink (see
+            // SEMANTICS.md).
             7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
             _ => {
                 let file = fs::read_dir(full.parent().unwrap())
@@ -90,7 +91,8 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
             cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
             let mut expected = read_tree(&reference);
             let mut found = read_tree(&exported);
-            // Directory times differ: tar sets a directory's time when it leaves the directory, and later members change that time again.
+            // Directory times differ: tar sets a directory's time when it leaves the directory, and later members change that time
+            // again.
             for tree in [&mut expected, &mut found] {
                 tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
             }

@@ -20,7 +20,7 @@ harness::with_few_and_many_workers! {
     a_header_with_a_false_size_neither_takes_memory_nor_kills_a_server,
     sources_that_cannot_be_read_are_named,
     full_nodes_cause_an_error_that_names_the_remedy,
-    a_full_file_system_is_an_error_too,
+    a_full_file_system_ends_the_stage_in_and_its_space_is_free_again,
 }
 
 /// A session with a good dataset, which must survive everything.
@@ -205,7 +205,7 @@ fn full_nodes_cause_an_error_that_names_the_remedy() {
     cluster.down();
 }
 
-fn a_full_file_system_is_an_error_too() {
+fn a_full_file_system_ends_the_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let small = ground.at("small");
     fs::create_dir(&small).unwrap();

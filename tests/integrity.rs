@@ -91,7 +91,7 @@ fn wait_until_cached(view: &View, number: usize) {
 /// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 /// SEMANTICS: "All detected damage is counted in `dayfly_damaged_total`"
 #[test]
-fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
+fn a_batch_that_is_damaged_on_the_way_to_an_owner_is_sent_again() {
     let session = Inside::new(3, false);
     // Damage every batch and piece when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
@@ -133,7 +133,7 @@ fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
 /// SEMANTICS: "The reader's server checks every chunk before a process can see it or it is cached. A
 /// bad chunk is fetched once more."
 #[test]
-fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
+fn a_chunk_that_is_damaged_on_the_way_to_a_reader_is_fetched_again() {
     let session = staged(false);
     // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());

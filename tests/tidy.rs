@@ -217,7 +217,7 @@ fn no_file_has_the_marks_of_an_unfinished_merge() {
                 folders.push(path);
             } else if let Ok(text) = fs::read_to_string(&path) {
                 let is_mark = |line: &str| ["<<<<<<< ", "||||||| ", ">>>>>>> "].iter().any(|mark| line.starts_with(mark));
-                assert!(!text.lines().any(is_mark), "{} has them", path.display());
+                assert!(!text.lines().any(is_mark), "{} has the marks of an unfinished merge", path.display());
             }
         }
     }

@@ -63,8 +63,8 @@ impl Reader {
         self.child.wait().unwrap();
     }
 
-    /// Returns the new lines of the reader's log. Adds to `failures` what no injected fault can excuse: wrong bytes, operations that
-    /// take too long, and the death of the process.
+    /// Returns the new lines of the reader's log. Adds to `failures` what no injected fault can excuse: wrong bytes, operations
+    /// that take too long, and the death of the process.
     pub(crate) fn look(&mut self, failures: &mut Vec<String>) -> Vec<Line> {
         let name = format!("reader {} ({:?}) on node {}", self.task.reader, self.task.interface, self.task.node);
         let lines = self.follower.read(&self.task.log);

@@ -7,7 +7,8 @@ use std::process::Command;
 
 use super::{Cluster, Ground, output_of, text};
 
-/// A [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling process. The host `silent` never answers, and the host `broken` cannot be reached.
+/// A [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling process. The
+/// host `silent` never answers, and the host `broken` cannot be reached.
 pub(crate) struct Hosts(pub(crate) Ground);
 
 impl Hosts {

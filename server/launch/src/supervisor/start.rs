@@ -46,7 +46,7 @@ pub(crate) struct StartRequest {
     pub(crate) key_file: PathBuf,
     /// The session starts if at least this many nodes join.
     pub(crate) min_nodes: usize,
-    /// The time allowed for joining, and again for connecting after that.
+    /// The time allowed for joining, and then the same time again for connecting.
     pub(crate) start_timeout: Duration,
     pub(crate) notices: Notices,
 }
