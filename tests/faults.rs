@@ -254,7 +254,7 @@ fn no_path_looks_absent_because_the_session_ends() {
         let looks: usize = std::thread::scope(|scope| {
             let look = || {
                 let mut looks = 0;
-                // Attach anew each time, as a new process would, which knows no dataset yet.
+                // Attach anew each time, like a new process that knows no dataset yet.
                 while let Ok(session) = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(0)) {
                     let found = dayfly_client::View::new(session).stat(b"/dayfly/d/f");
                     assert!(found.as_ref().map_or_else(|error| error.errno() == nix::libc::EIO, |_| true), "{:?}", found.err());

@@ -224,7 +224,7 @@ async fn wait_and_serve(
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
     send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
-    // The supervisor waits for other servers and has its own deadline. This one covers a supervisor
+    // The supervisor waits for other servers and has its own deadline. The one here covers a supervisor
     // that has vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
