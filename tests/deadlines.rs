@@ -181,7 +181,8 @@ fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The command waits for an answer like a client that has not been welcomed, then waits for servers to exit, and then kills them.
+/// Like a client that has not been welcomed, the command waits for an answer. Then it waits for servers to exit, and then it kills
+/// them.
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
 }

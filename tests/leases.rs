@@ -1,4 +1,4 @@
-//! Tests of the leases of readers that stop, sleep or hold on to their views, and requests that wait for the room that these
+//! Tests of the leases of readers that stop, sleep or keep their views, and tests of requests that wait for the room that these
 //! readers hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]

@@ -67,7 +67,7 @@ fn arrows_between_crates_run_one_way() {
 }
 
 #[test]
-fn named_absences() {
+fn no_crate_uses_what_its_named_absences_forbid() {
     let absences: &[(&str, &[&str])] = &[
         ("meta/src", &["std::net", "std::thread", "std::time::Instant", "SystemTime", "tokio", "OpenOptions"]),
         ("stagein/src", &["std::net", "tokio"]),

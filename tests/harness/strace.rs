@@ -35,7 +35,8 @@ pub(crate) struct Tracer {
 }
 
 impl Tracer {
-    /// Injects faults into all threads of a process. Each fault is a list of calls and the rest of strace's `inject=` option.
+    /// Injects faults into all threads of a process. Each fault is a pair: a list of calls, and the rest of
+    /// strace's `inject=` option.
     pub(crate) fn inject(pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
         let calls: Vec<&str> = faults.iter().map(|&(calls, _)| calls).collect();
         let mut options = vec!["-e".to_owned(), format!("trace={}", calls.join(","))];
