@@ -155,7 +155,7 @@ fn unsafe_code_is_where_the_design_says() {
 }
 
 #[test]
-fn files_have_a_purpose_a_bound_and_a_parent() {
+fn files_have_a_doc_page_at_most_600_lines_and_a_parent_module() {
     for (path, file) in sources().all() {
         assert!(file.text.starts_with("//!"), "{} does not begin with a page of documentation", path.display());
         assert!(file.shipped.lines().count() <= 600, "{} is longer than 600 lines", path.display());

@@ -107,8 +107,8 @@ impl LauncherProcesses {
         }
     }
 
-    /// Runs at most `width` commands. The first server of each group starts the others of its
-    /// group.
+    /// Divides the hosts into at most `width` groups, and runs one command for each group. The
+    /// first server of a group starts the other servers of that group.
     fn start_each(
         &mut self,
         launcher: &Launcher,
