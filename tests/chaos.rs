@@ -44,11 +44,11 @@ use schedule::Schedule;
 
 /// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
-/// The maximum number of seeds that run at once, even on a machine with more cores. A run mostly waits, so the number of cores is
-/// not what limits it.
+/// The maximum number of seeds that run at once if `DAYFLY_CHAOS_JOBS` is not set, even on a machine with more cores.
 const JOBS_MAX: usize = 4;
 
-/// This is not a test in itself: if the variable is set, this process is a reader of a run.
+/// This is not a test in itself. A run starts this test binary again for each reader, with [`reader::VARIABLE`] set; the new
+/// process then becomes that reader.
 #[test]
 fn a_reader_in_a_process_of_its_own() {
     if let Ok(task) = std::env::var(reader::VARIABLE) {
@@ -71,7 +71,7 @@ fn seeds() -> Range<u64> {
 /// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the object and the remedy."
 /// SEMANTICS: "Nothing is left behind. However a session ends, its space is freed and its files are gone."
 #[test]
-fn faults_of_every_kind_give_no_wrong_byte_no_hang_and_no_error_without_its_cause() {
+fn under_faults_every_read_is_right_or_fails_with_its_cause_and_nothing_hangs() {
     let seeds = seeds();
     let jobs = std::env::var("DAYFLY_CHAOS_JOBS").ok().and_then(|jobs| jobs.parse().ok());
     let jobs = jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).min(JOBS_MAX));

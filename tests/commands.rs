@@ -68,7 +68,7 @@ fn cp_replaces_a_file_only_with_a_whole_copy_and_never_a_device_or_fifo() {
         let mode = fs::symlink_metadata(at("fifo")).unwrap();
         assert!(mode.file_type().is_fifo() && mode.permissions().mode() & 0o777 == 0o640);
     }
-    // A copy that succeeds replaces the file that a link names, and hard links stay hard links, even the second time.
+    // A copy that succeeds replaces the file that a symlink points to. Hard links stay hard links, even if the copy is repeated.
     cluster.ok(&["cp", "/dayfly/t/sub/large", "alias"]);
     assert!(fs::read(at("old")).unwrap() == large && at("alias").is_symlink());
     fs::create_dir(at("copy")).unwrap();

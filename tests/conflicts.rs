@@ -32,7 +32,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         let depth = random.random_range(1..4);
         let path = (0..depth).map(|_| *NAMES.choose(random).unwrap()).collect::<Vec<_>>().join("/");
         let full = folder.join(&path);
-        // A path that cannot exist in a plain folder cannot be in one archive either, so conflicts arise only between sources.
+        // A source is packed from this folder, so skip each path that conflicts with an earlier one. Conflicts then arise only
+        // between sources.
         let parent_is_real = full.ancestors().skip(1).take_while(|at| *at != folder).all(|at| !at.is_symlink());
         if !parent_is_real || fs::create_dir_all(full.parent().unwrap()).is_err() || fs::symlink_metadata(&full).is_ok() {
             continue;
@@ -40,7 +41,8 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         match random.random_range(0..10) {
             0..5 => fs::write(&full, format!("{path} of source {source}").repeat(random.random_range(0..400))).unwrap(),
             5..7 => fs::create_dir(&full).unwrap(),
-            // The target never exists: stage-in refuses members below a symlink, where tar would follow it (see SEMANTICS.md).
+            // The target never exists: stage-in refuses members below a symlink, whereas tar would follow the symlink (see
+            // SEMANTICS.md).
             7 => symlink(format!("nowhere-{source}"), &full).unwrap(),
             _ => {
                 let file = fs::read_dir(full.parent().unwrap())
@@ -89,7 +91,8 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
             cluster.ok(&["cp", "-r", &target, exported.to_str().unwrap()]);
             let mut expected = read_tree(&reference);
             let mut found = read_tree(&exported);
-            // Directory times differ: tar sets each one when it leaves the directory, and later members change it again.
+            // Directory times differ: tar sets a directory's time when it leaves the directory, and later members change that time
+            // again.
             for tree in [&mut expected, &mut found] {
                 tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
             }

@@ -181,7 +181,8 @@ fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The command waits for an answer like a client that has not been welcomed, then waits for servers to exit, and then kills them.
+/// Like a client that has not been welcomed, the command waits for an answer. Then it waits for servers to exit, and then it kills
+/// them.
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
 }
@@ -285,7 +286,7 @@ impl Scene {
     fn begin(&self, row: &Row) -> Option<Tracer> {
         let pid = self.cluster.pids()[&row.node];
         let drive = |faults: &[(&str, &str)]| Some(Tracer::inject(pid, faults, self.cluster.work.path()).unwrap());
-        // The page cache must look empty, because cached pages never reach the drive.
+        // The page cache must look empty, because a read of a cached page never reaches the drive.
         let waits = |how: &str| drive(&[("preadv2", "error=EAGAIN"), (DRIVE_WAITS, how)]);
         match row.far {
             Far::Silent => {
@@ -398,7 +399,7 @@ fn play(row: &Row) -> Result<(), String> {
     if takes_strace && !strace::is_possible() {
         return Ok(());
     }
-    // The script needs the same permissions as strace.
+    // The script `flow.py`, which makes connections dead, needs the same permissions as strace.
     if matches!(row.far, Far::DeadFlow(_)) && !(strace::is_possible() && has_python()) {
         eprintln!("dead connections are NOT tested: they need python3 and permission to trace processes");
         return Ok(());

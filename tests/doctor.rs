@@ -19,7 +19,7 @@ fn finding<'a>(report: &'a Value, what: &str) -> &'a Value {
 }
 
 #[test]
-fn each_finding_on_a_node_that_is_not_ok_comes_with_advice() {
+fn each_finding_on_a_node_comes_with_advice_unless_it_is_ok() {
     let ground = Ground::new();
     let output = ground.output(&["doctor", "--json"]);
     assert!(output.status.success(), "{}", text(&output.stdout));

@@ -142,7 +142,7 @@ fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
     let view = cluster.view(0);
     let (start, hung, reads) = (Instant::now(), Mutex::new(BTreeSet::new()), Mutex::new(0));
     std::thread::scope(|scope| {
-        // Keep node 1's blocks out of the page cache, so that it reads its drive.
+        // Keep node 1's blocks out of the page cache, so that node 1 reads its drive.
         scope.spawn(|| {
             while start.elapsed() < Duration::from_secs(20) {
                 files.iter().for_each(evict);

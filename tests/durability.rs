@@ -238,7 +238,7 @@ fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     let mut copying = copy(&["-e", &format!("inject=pread64:delay_enter={delay}:delay_exit={delay}:when={first}")]).unwrap();
     std::thread::sleep(Duration::from_secs(2));
     cluster.ok(&["tune", "--cache", "off"]);
-    // These reads evict it from the arena.
+    // These reads evict the block from the arena.
     far[1..].iter().for_each(|&number| read(number));
     std::thread::sleep(Duration::from_secs(4));
     cluster.ok(&["tune", "--cache", "all"]);
@@ -325,7 +325,7 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
 /// SEMANTICS: "If a node has no cached blocks to drop, or its readers hold views of cached blocks for longer than 2 s, the node
 /// reports that the drive is full: the error names the data dir and the remedy."
 #[test]
-fn a_drive_that_other_programs_filled_is_named_with_the_way_out() {
+fn a_drive_that_other_programs_filled_is_named_with_the_remedy() {
     let ground = Ground::new();
     let Some(drive) = Small::new(ground.at("small"), 60) else { return };
     files(&ground, 10, 200_000);
@@ -386,7 +386,7 @@ fn a_capacity_beyond_the_drives_is_reported_and_reduced() {
     assert!(up.status.success() && message.contains("--capacity 100.0TiB is more than the data dirs have"), "{message}");
     let cluster = Cluster { ground, id: harness::text(&up.stdout).trim().to_owned() };
     let capacity: u64 = (0..2).map(|number| count(&node(&cluster, number)["capacity_bytes"])).sum();
-    // Other programs write there too.
+    // Other programs write to these drives too, so the free space changes.
     assert!(capacity <= free + (8 << 30), "{capacity} of {free}");
     assert!(count(&node(&cluster, 0)["free_bytes"]) <= capacity);
     cluster.down();

@@ -18,7 +18,7 @@ use nix::sys::statvfs::statvfs;
 
 harness::with_few_and_many_workers! {
     a_server_killed_during_stage_in_is_named_and_nothing_is_visible,
-    a_node_that_cannot_begin_is_named_and_the_next_stage_in_works,
+    a_node_that_cannot_begin_a_stage_in_is_named_and_the_next_stage_in_works,
 }
 
 const FILES: usize = 3000;
@@ -254,7 +254,7 @@ fn no_path_looks_absent_because_the_session_ends() {
         let looks: usize = std::thread::scope(|scope| {
             let look = || {
                 let mut looks = 0;
-                // Attach each time as a new process, which knows no dataset yet.
+                // Attach anew each time, like a new process that knows no dataset yet.
                 while let Ok(session) = dayfly_client::Session::attach_to(&location, dayfly_meta::id::NodeId(0)) {
                     let found = dayfly_client::View::new(session).stat(b"/dayfly/d/f");
                     assert!(found.as_ref().map_or_else(|error| error.errno() == nix::libc::EIO, |_| true), "{:?}", found.err());
@@ -335,7 +335,7 @@ fn kill_9_of_everything_frees_all_space_and_the_next_up_removes_the_folder() {
 
 /// SEMANTICS: "A node whose folder in a data dir is removed continues to serve the blocks it has, and
 /// stage-ins fail, with an error that names the node, until the folder exists again."
-fn a_node_that_cannot_begin_is_named_and_the_next_stage_in_works() {
+fn a_node_that_cannot_begin_a_stage_in_is_named_and_the_next_stage_in_works() {
     let cluster = ground().up(3);
     let data_dir = cluster.status()["nodes"][2]["data_dirs"][0].as_str().unwrap().to_owned();
     fs::remove_dir(&data_dir).unwrap();

@@ -19,8 +19,8 @@ harness::with_few_and_many_workers! {
     damaged_archives_are_named_with_the_place,
     a_header_with_a_false_size_neither_takes_memory_nor_kills_a_server,
     sources_that_cannot_be_read_are_named,
-    full_nodes_are_an_error_with_a_way_out,
-    a_full_file_system_is_an_error_too,
+    full_nodes_cause_an_error_that_names_the_remedy,
+    a_full_file_system_ends_the_stage_in_and_its_space_is_free_again,
 }
 
 /// A session with a good dataset, which must survive everything.
@@ -167,7 +167,7 @@ fn sources_that_cannot_be_read_are_named() {
         let message = cluster.fails(1, &["stage-in", list, "/dayfly/x"]);
         assert!(message.contains("not a regular file"), "{message}");
     }
-    // The name of a descriptor refers to the caller's descriptor, never to the server's.
+    // A path such as `/dev/fd/3` refers to a descriptor of the caller, never to one of the server.
     for descriptor in 3..40 {
         let output = cluster.output(&["stage-in", &format!("/dev/fd/{descriptor}"), "/dayfly/x"]);
         assert!(!output.status.success(), "the server's descriptor {descriptor} was staged in");
@@ -184,7 +184,7 @@ fn sources_that_cannot_be_read_are_named() {
 
 /// SEMANTICS: "A stage-in that fails frees the space that it took, and leaves other datasets untouched."
 /// SEMANTICS: "Full nodes cause an error that names the remedy."
-fn full_nodes_are_an_error_with_a_way_out() {
+fn full_nodes_cause_an_error_that_names_the_remedy() {
     let cluster = cluster();
     let used = cluster.used_bytes();
     fs::create_dir(cluster.at("much")).unwrap();
@@ -210,7 +210,7 @@ fn full_nodes_are_an_error_with_a_way_out() {
     cluster.down();
 }
 
-fn a_full_file_system_is_an_error_too() {
+fn a_full_file_system_ends_the_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let small = ground.at("small");
     fs::create_dir(&small).unwrap();
@@ -227,22 +227,22 @@ fn a_full_file_system_is_an_error_too() {
     fs::write(ground.at("large/file"), vec![1; 9 << 20]).unwrap();
     pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
-    // A stage-in that is known to be too large does not start. The size of an archive's content is known only once it has been
-    // read.
+    // A stage-in that is known to be too large, such as this one of a folder, does not start. For an archive, the size of the
+    // content is known only after the archive has been read.
     let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
     assert!(message.contains("free on all nodes"), "{message}");
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");
-    // A large block is shipped in pieces. Before the first piece is sent, the owner must notice that the last one has no room.
+    // A large block is shipped in pieces. Before the first piece is sent, the owner must notice that the last piece will not fit.
     let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space"), "{message}");
     assert_eq!((cluster.ok(&["ls"]), cluster.pids().len()), (String::new(), 2));
     // Failed stage-ins have freed their space.
     cluster.stage(&[&cluster.at("few")], "/dayfly/few");
     cluster.ok(&["verify", "--from-every-node"]);
-    // Unmount it before its parent folder is removed.
+    // Unmount the small file system before its parent folder is removed.
     cluster.ok(&["down"]);
     harness::wait_until("the kernel has closed the servers' files", || {
         Command::new("umount").arg(&small).status().unwrap().success()

@@ -26,7 +26,7 @@ use harness::samples::{content, dataset, numbers, path};
 use harness::wait_until;
 
 /// Samples of zero, one and several batches, pieces and chunks. At most an eighth of the arena may wait to be cached.
-/// No sample is longer than that, because a busy machine would not cache a longer one the first time.
+/// No sample is longer than that eighth, because a busy machine would not cache a longer one the first time.
 const LENS: [usize; 12] =
     [0, 1, 1000, 70_000, 1 << 20, (1 << 20) + 1, 4 << 20, (4 << 20) + 1, 8_000_000, 300, 2_000_000, 5_000_000];
 
@@ -91,7 +91,7 @@ fn wait_until_cached(view: &View, number: usize) {
 /// SEMANTICS: "A batch that arrives damaged is sent again; the third time, the stage-in ends."
 /// SEMANTICS: "All detected damage is counted in `dayfly_damaged_total`"
 #[test]
-fn a_bit_that_flips_on_the_way_to_its_owner_is_sent_again() {
+fn a_batch_that_is_damaged_on_the_way_to_an_owner_is_sent_again() {
     let session = Inside::new(3, false);
     // Damage every batch and piece when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
@@ -133,7 +133,7 @@ fn a_bit_that_flips_in_a_workers_buffer_ends_the_stage_in_and_names_the_node() {
 /// SEMANTICS: "The reader's server checks every chunk before a process can see it or it is cached. A
 /// bad chunk is fetched once more."
 #[test]
-fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
+fn a_chunk_that_is_damaged_on_the_way_to_a_reader_is_fetched_again() {
     let session = staged(false);
     // Damage the first chunk of each answer when it is sent for the first time.
     let flipped = Mutex::new(HashSet::new());
@@ -152,7 +152,7 @@ fn a_bit_that_flips_on_the_way_to_its_reader_is_fetched_again() {
     assert_all_is_right(&session, 2);
 }
 
-/// Commit 2d0daba accepted such bytes, and cached them.
+/// Commit 2d0daba accepted bytes that had been damaged on the way, and cached them.
 ///
 /// SEMANTICS: "If it is bad again, the read fails with EIO, and the message names the owner, the block and both checksums."
 #[test]
@@ -230,7 +230,7 @@ fn a_bit_that_flips_in_a_segment_is_detected_by_readers_on_other_nodes_and_by_ve
         assert!(reason.contains("node 0 sent damaged bytes"), "{reason}");
         let read_here = read(&here, near);
         match verify_reads {
-            // The one exception to tenet 1 in SEMANTICS.md: a node trusts its own drive without `--verify-reads`.
+            // The one exception to tenet 1 in SEMANTICS.md: without `--verify-reads`, a node trusts its own drive.
             false => assert!(read_here.is_ok_and(|bytes| bytes != expected)),
             true => {
                 let reason = read_here.unwrap_err();
@@ -268,7 +268,7 @@ fn a_bad_cached_block_is_dropped_and_fetched_from_its_owner() {
     }
 }
 
-/// `dayfly verify` uses this call.
+/// `dayfly verify` uses `read_blocks`, which this test calls.
 ///
 /// SEMANTICS: "`dayfly verify` checks everything, and replaces bad cached blocks."
 #[test]
@@ -307,7 +307,7 @@ fn a_cached_block_that_cannot_be_read_is_fetched_from_its_owner() {
 /// SEMANTICS: "A process that finds a cached block bad reports it to its server, and the server reads
 /// the block itself before it drops it. So a process with bad memory costs other processes nothing."
 #[test]
-fn a_good_cached_block_that_a_process_calls_bad_stays() {
+fn a_good_cached_block_stays_even_if_a_process_calls_it_bad() {
     let session = staged(true);
     let view = session.view(0);
     let (far, near) = far_and_near(&view);
@@ -325,7 +325,7 @@ fn a_good_cached_block_that_a_process_calls_bad_stays() {
     send(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
     let FromServer::Fetched { chunks, is_last: true, .. } = receive(&mut socket) else { panic!("the answer came in parts") };
     assert_eq!(chunks, [(0, FetchedChunk::Here), (1, FetchedChunk::Here)]);
-    // One message cannot make the server read too many chunks again.
+    // One message cannot make the server reread more than `RECHECKED_CHUNKS_MAX` chunks.
     let chunks = vec![Chunk { block: blocks[0], index: 0 }; RECHECKED_CHUNKS_MAX + 1];
     send(&mut socket, &FromClient::Fetch { dataset: dataset.id(), chunks, recheck: true });
     assert!(matches!(receive(&mut socket), FromServer::Refused { .. }));

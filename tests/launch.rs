@@ -262,7 +262,7 @@ fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     assert!(!output.status.success());
     wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
     hosts.0.assert_clean();
-    // Nor does it apply if the supervisor gets a signal.
+    // Nor does `--keep` apply if the supervisor gets a signal.
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
@@ -291,8 +291,8 @@ fn runs(pid: i32) -> bool {
     stat.rsplit(") ").next().and_then(|rest| rest.chars().next()).is_some_and(|state| !"ZX".contains(state))
 }
 
-/// The processes of a session. Dropping it kills them, because without the session's folder nothing
-/// else would find them after a failed test.
+/// The processes of a session. Dropping this value kills the processes, because without the session's
+/// folder nothing else would find them after a failed test.
 struct Pids(Vec<i32>);
 
 impl Pids {
@@ -471,7 +471,7 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 looks up the sources. If this machine is not one of the nodes, it cannot check them in advance.
+/// Node 0 looks up the sources. A machine that is not one of the nodes cannot check the sources in advance.
 ///
 /// SEMANTICS: "Node 0 looks up the sources. If the machine that runs run is one of the nodes, it is node 0, and run checks the
 /// sources beforehand. Otherwise the stage-in reports sources that are missing."

@@ -65,7 +65,7 @@ fn a_launcher_that_hangs_or_floods_ends_in_time_and_with_advice() {
     hosts.stand_in("ssh", "exit 255");
     let message = fails(&[]);
     assert!(message.contains("'ssh' ended without a message (exit status: 255); check that 'ssh"), "{message}");
-    // The launcher's output is shown once the start takes long.
+    // The launcher's output is shown if the start takes long.
     hosts.stand_in("ssh", "exec yes junk");
     let message = fails(&["--start-timeout", "3"]);
     assert!(message.contains("'ssh' writes more than 100 lines"), "{message}");
@@ -129,7 +129,7 @@ fn each_manager_is_used_through_its_own_commands_and_variables() {
 }
 
 #[test]
-fn the_key_file_of_a_killed_start_is_removed_by_clean() {
+fn clean_removes_the_key_file_of_a_start_that_was_killed() {
     let ground = Ground::new();
     let mut up = ground.dayfly();
     up.args(["up", "--foreground", "--launcher", "manual", "--nodes", "2", "--key-file", "here.key"]);

@@ -1,4 +1,4 @@
-//! Tests of the leases of readers that stop, sleep or hold on to their views, and requests that wait for the room that these
+//! Tests of the leases of readers that stop, sleep or keep their views, and tests of requests that wait for the room that these
 //! readers hold.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
@@ -127,7 +127,7 @@ fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
     output.read_line(&mut line).unwrap();
     let words: Vec<usize> = line.split_whitespace().map(|word| word.parse().unwrap()).collect();
     assert!(words[1] > 0, "nothing replaced the leased bytes");
-    assert_eq!(words[2], 0, "{} of its files are wrong, and it takes them for good", words[1]);
+    assert_eq!(words[2], 0, "{} of the child's files have wrong bytes, although `is_good` returns true", words[1]);
     drop(input);
     cluster.down();
 }

@@ -211,7 +211,8 @@ fn lru_hits(epochs: &[Vec<SampleId>], room: usize) -> f64 {
 fn four_fifths_are_local_in_every_epoch_if_four_fifths_fit() {
     const FILES: usize = 1500;
     const LEN: usize = 20_000;
-    // A node's space, including its own part, is four fifths of the dataset, plus a little for everything else that it needs.
+    // A node's capacity, which must also hold the node's own blocks, is four fifths of the dataset, plus a little for everything
+    // else that the node needs.
     let capacity = (FILES * LEN * 4 / 5 + 300_000).to_string();
     let cluster = session(3, &["--capacity", &capacity], &[LEN; FILES]);
     let view = cluster.view(0);
@@ -239,7 +240,8 @@ fn four_fifths_are_local_in_every_epoch_if_four_fifths_fit() {
     }
     let predicted = node(&cluster, 0)["predicted_local_percent"].as_f64().unwrap();
     assert!((predicted / 100.0 - room).abs() < 0.05, "{predicted}");
-    // Compare with an LRU cache of the same size: the order of epochs is random, so it has some hits, but far fewer.
+    // Compare with an LRU cache of the same size. Each epoch reads in another random order, so the LRU cache has some hits, but
+    // far fewer.
     let names = Samples::of(dataset(&view).catalog());
     let epochs: Vec<Vec<SampleId>> = (0..5).map(|epoch| names.epoch(5, epoch).collect()).collect();
     let lru = lru_hits(&epochs, FILES * 4 / 5);

@@ -177,8 +177,8 @@ fn crc(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0, |sum: u64, &byte| sum.wrapping_mul(31).wrapping_add(u64::from(byte)))
 }
 
-/// Returns true if the path leads out of the tree. In a plain directory the kernel follows such a path; the namespace ends there,
-/// so the results cannot be compared.
+/// Returns true if the path leads out of the tree. In a plain directory the kernel follows such a path, but the namespace has
+/// nothing outside the tree, so the results cannot be compared.
 fn leads_out(folder: &Path, op: &Op) -> bool {
     let (Op::Stat(path) | Op::Lstat(path) | Op::ReadLink(path) | Op::List(path) | Op::Canonical(path) | Op::Read(path, ..)) = op;
     let full = PathBuf::from(std::ffi::OsStr::from_bytes(&[folder.as_os_str().as_bytes(), path].concat()));
@@ -248,7 +248,7 @@ fn random_operations_agree_with_a_plain_directory() {
     }
 }
 
-/// The instructions for a child process of this test binary: seed, output file and folder.
+/// The variable with the instructions for a child process of this test binary: seed, output file and folder.
 const CHILD: &str = "DAYFLY_TEST_MODEL";
 const CALLS: usize = 4000;
 

@@ -48,7 +48,8 @@ fn packets() -> u64 {
     cards.map(|card| read_number(&card.unwrap().path().join("ports/1/hw_counters/rcvd_pkts"))).sum()
 }
 
-/// Returns the number of bytes that went over TCP. Servers on one machine reach each other through this interface.
+/// Returns the number of bytes that went over the loopback interface. Servers on one machine reach each other by TCP through this
+/// interface.
 fn loopback_bytes() -> u64 {
     read_number(Path::new("/sys/class/net/lo/statistics/tx_bytes"))
 }

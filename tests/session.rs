@@ -432,7 +432,7 @@ fn a_canceled_stage_in_leaves_nothing() {
 
 /// SEMANTICS: "`run` passes SIGUSR1 and SIGUSR2 on to its command."
 #[test]
-fn run_forwards_signals_and_refuses_a_target_twice() {
+fn run_forwards_signals_and_refuses_two_stage_ins_to_one_target() {
     let ground = Ground::new();
     let script = "trap 'echo received; exit 3' USR1; echo ready; while :; do sleep 0.05; done";
     let mut command = ground.dayfly();

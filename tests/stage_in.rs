@@ -27,7 +27,7 @@ harness::with_few_and_many_workers! {
     sparse_members_are_expanded,
     an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing,
     keep_going_leaves_out_what_cannot_be_read_and_lists_it,
-    several_stage_ins_run_at_once_but_not_over_each_other,
+    several_stage_ins_run_at_once_unless_their_targets_overlap,
     a_stage_in_may_be_requested_on_any_node,
     the_rate_limit_holds,
     stored_order_is_random_and_complete,
@@ -135,7 +135,7 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     cluster.stage(&sources, "/dayfly/crates");
     let mut found = copied(&cluster, "/dayfly/crates", "crates");
     let mut expected = read_tree(&cluster.at("tools"));
-    // Crates contain no entries for directories, so tar gives them the time of unpacking.
+    // Crates contain no entries for directories, so tar gives each directory the time of unpacking.
     for tree in [&mut expected, &mut found] {
         tree.values_mut().filter(|node| node.kind == 'd').for_each(|node| node.mtime = (0, 0));
     }
@@ -290,7 +290,7 @@ fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
         let name = format!("cut.{ending}");
         for part in 0..50 {
             fs::write(cluster.at(&name), &whole[..whole.len() / 50 * part]).unwrap();
-            // A plain tar that is cut between two members cannot be distinguished from one without an end mark.
+            // A plain tar that is cut between two members cannot be distinguished from a whole tar without an end mark.
             let is_between = ending == "tar" && part > 0 && {
                 let listed = Command::new("tar").arg("-tf").arg(cluster.at(&name)).output().unwrap();
                 listed.status.success()
@@ -340,7 +340,7 @@ fn keep_going_leaves_out_what_cannot_be_read_and_lists_it() {
 }
 
 /// SEMANTICS: "Up to four stage-ins run at once in a session, none with a target below or above another's; any others wait."
-fn several_stage_ins_run_at_once_but_not_over_each_other() {
+fn several_stage_ins_run_at_once_unless_their_targets_overlap() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 200);
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
@@ -445,7 +445,7 @@ fn stored_order_is_random_and_complete() {
         let share = ascents as f64 / order.len() as f64;
         assert!((0.45..0.55).contains(&share), "{share} of the samples come after one with a lower name");
     }
-    // The order of an epoch is the same on every node, and each epoch has a different one.
+    // The order of an epoch is the same on every node, and no two epochs have the same order.
     let epoch = |node, epoch| {
         let view = cluster.view(node);
         let dataset = view.dataset_of(b"/dayfly/x").unwrap();

@@ -93,7 +93,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
     cluster.down();
 }
 
-/// Creates three archives with the same four names each. The content of a file names its archive.
+/// Creates three archives that contain the same four names. The content of a file names its archive.
 fn shards(ground: &Ground) {
     fs::create_dir(ground.at("col")).unwrap();
     for shard in ["a", "b", "c"] {
@@ -226,7 +226,7 @@ fn an_interrupted_stage_in_reports_that_nothing_was_staged_in() {
 /// SEMANTICS: "An interrupted `stage-in` prints whether anything was staged in, and exits with the
 /// status that shells expect, 130 after Ctrl-C."
 #[test]
-fn a_stage_in_that_is_interrupted_before_its_server_answers_reports_that_too() {
+fn a_stage_in_interrupted_before_its_server_answers_reports_that_nothing_was_staged_in() {
     let cluster = Ground::new().up(1);
     fs::create_dir_all(cluster.at("d")).unwrap();
     let server = cluster.pids()[&0];
@@ -261,7 +261,7 @@ fn a_stage_in_reports_the_end_of_its_session() {
 /// it, and does not become an empty sample."
 fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
     let cluster = Ground::new().up(2);
-    // According to its metadata it has 0 bytes, but it has content.
+    // According to its metadata, this file has 0 bytes, but it has content.
     let message = cluster.fails(1, &["stage-in", "/proc/version", "/dayfly/x"]);
     assert!(message.contains("/proc/version") && message.contains("has a size of 0 bytes but yields more"), "{message}");
     assert_eq!(cluster.ok(&["ls"]), "");

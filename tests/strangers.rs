@@ -176,7 +176,7 @@ fn a_folder_that_another_user_made_first_is_not_used() {
                 {
                     assert!(message.contains(word), "{script}: no '{word}' in: {message}");
                 }
-                assert!(!message.contains("; or "), "an alternative follows only another one: {message}");
+                assert!(!message.contains("; or "), "'; or' must follow another remedy: {message}");
             }
             if trap.is_dir() {
                 assert_eq!(fs::read_dir(&trap).unwrap().count(), 0, "nothing was put into it");

@@ -126,7 +126,8 @@ fn a_signal_ends_run_even_if_its_messages_are_not_read() {
     command.args(["run", "--local", "1", "--stage-in", &stage_in, "--", "true"]);
     let mut child = command.stdout(Stdio::null()).stderr(writer).spawn().unwrap();
     wait_until("the session is up", || ground.output(&["status"]).status.success());
-    // It may block in its first message, or not have reached it yet; the signal must end it in both cases.
+    // `run` may be blocked while it writes its first message, or may not have reached that message yet. The signal must end `run`
+    // in both cases.
     std::thread::sleep(Duration::from_millis(300));
     signal(child.id() as i32, Signal::SIGTERM);
     let status = wait_for(&mut child, LIMIT);

@@ -50,7 +50,8 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
-        // The dependency makes Cargo build the library next to the program; its code is not used.
+        // The dependency on dayfly-preload makes Cargo build that library next to the program. The program does not use the
+        // library's code.
         ("dayfly", BTreeSet::from(["dayfly-meta", "dayfly-launch", "dayfly-transport", "dayfly-client", "dayfly-preload"])),
     ]);
     let packages = metadata().workspace_packages();
@@ -66,7 +67,7 @@ fn arrows_between_crates_run_one_way() {
 }
 
 #[test]
-fn named_absences() {
+fn no_crate_uses_what_its_named_absences_forbid() {
     let absences: &[(&str, &[&str])] = &[
         ("meta/src", &["std::net", "std::thread", "std::time::Instant", "SystemTime", "tokio", "OpenOptions"]),
         ("stagein/src", &["std::net", "tokio"]),
@@ -84,14 +85,14 @@ fn named_absences() {
 }
 
 #[test]
-fn verbs_are_named_in_their_folder_only() {
+fn only_the_rdma_modules_name_rdma_verbs() {
     for (path, file) in sources().all() {
         let text = &file.text;
         let is_border = path.starts_with("server/transport/src/rdma") || path.starts_with("server/transport/src/async_rdma");
         let is_border = is_border
             || [Path::new("server/transport/src/rdma.rs"), Path::new("server/transport/src/async_rdma.rs")].contains(&path);
         let is_free = is_border || path.starts_with("tests");
-        assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names a verb", path.display());
+        assert!(is_free || (!text.contains("ibv_") && !text.contains("libibverbs")), "{} names an RDMA verb", path.display());
     }
 }
 
@@ -171,7 +172,7 @@ fn unsafe_code_is_where_the_design_says() {
 }
 
 #[test]
-fn files_have_a_purpose_a_bound_and_a_parent() {
+fn files_have_a_doc_page_at_most_600_lines_and_a_parent_module() {
     for (path, file) in sources().all() {
         assert!(file.text.starts_with("//!"), "{} does not begin with a page of documentation", path.display());
         assert!(file.shipped.lines().count() <= 600, "{} is longer than 600 lines", path.display());
@@ -233,7 +234,7 @@ fn no_file_has_the_marks_of_an_unfinished_merge() {
                 folders.push(path);
             } else if let Ok(text) = fs::read_to_string(&path) {
                 let is_mark = |line: &str| ["<<<<<<< ", "||||||| ", ">>>>>>> "].iter().any(|mark| line.starts_with(mark));
-                assert!(!text.lines().any(is_mark), "{} has them", path.display());
+                assert!(!text.lines().any(is_mark), "{} has the marks of an unfinished merge", path.display());
             }
         }
     }

@@ -26,8 +26,8 @@ fn deadlines() -> Deadlines {
     Deadlines::DEFAULT.scaled(divisor())
 }
 
-/// Returns the time limit for a reader's operation, given its name in the log: the time of a few waits for a server that does not
-/// answer.
+/// Returns the time limit for a reader's operation: the time of a few waits for a server that does not answer. `what` is the
+/// operation's name in the log.
 pub(crate) fn of_reader(what: &str) -> Duration {
     // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };

@@ -16,7 +16,7 @@ pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Re
         Drive::ReadFails { nth } => (reads, format!("error=EIO:when={nth}+{nth}")),
         Drive::ReadGivesNothing { nth } => (reads, format!("retval=0:when={nth}+{nth}")),
         Drive::ReadIsSlow { ms } => {
-            // The page cache must look empty, because cached pages never reach the drive.
+            // The page cache must look empty, because a read of a cached page never reaches the drive.
             let slow = format!("delay_enter={}", ms * 1000);
             return Tracer::inject(pid, &[("preadv2", "error=EAGAIN"), ("pread64", &slow)], folder);
         }

@@ -61,7 +61,7 @@ impl Follower {
 }
 
 #[test]
-fn a_line_that_is_written_in_two_parts_is_read_once_it_is_whole() {
+fn a_line_that_is_written_in_two_parts_is_returned_when_it_is_whole() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("log");
     let mut follower = Follower::new();

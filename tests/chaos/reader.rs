@@ -133,7 +133,7 @@ impl Reader {
     fn check(&mut self, version: Version, number: usize, offset: usize, bytes: &[u8], expected: usize) {
         let content = self.contents.get(version);
         let found = match content.difference(number, offset, bytes) {
-            Some(at) => format!("differs at {} of {} read from {offset} on", at + offset, bytes.len()),
+            Some(at) => format!("differs at {}; {} bytes were read from {offset} on", at + offset, bytes.len()),
             None if bytes.len() != expected => format!("{} bytes instead of {expected} from {offset} on", bytes.len()),
             None => return,
         };

@@ -22,7 +22,7 @@ pub(crate) struct Reader {
     child: Child,
     follower: Follower,
     errors: PathBuf,
-    /// The time for which it has been stopped during the current operation.
+    /// The time for which the reader has been stopped during the current operation.
     stopped: Duration,
 }
 
@@ -63,8 +63,8 @@ impl Reader {
         self.child.wait().unwrap();
     }
 
-    /// Returns the new lines of its log, and adds failures that need no explanation: wrong bytes, operations that take too long, and
-    /// the death of the process.
+    /// Returns the new lines of the reader's log. Adds to `failures` what no injected fault can excuse: wrong bytes, operations
+    /// that take too long, and the death of the process.
     pub(crate) fn look(&mut self, failures: &mut Vec<String>) -> Vec<Line> {
         let name = format!("reader {} ({:?}) on node {}", self.task.reader, self.task.interface, self.task.node);
         let lines = self.follower.read(&self.task.log);

@@ -182,7 +182,7 @@ impl Run {
                 passed?;
                 if let (Victim::Server(node), true) = (victim, is_for_good) {
                     let gone = |run: &Self| !run.location.live_nodes().contains(&NodeId(node));
-                    self.wait_until("a server that its peers declared lost exits", deadlines::of_lease(), stage_in, ended, gone)?;
+                    self.wait_until("a server exits after it was declared lost", deadlines::of_lease(), stage_in, ended, gone)?;
                 }
             }
             Fault::KillReader(reader) => {

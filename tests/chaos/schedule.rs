@@ -75,7 +75,7 @@ pub(crate) struct StageIn {
     pub(crate) form: Form,
     /// The node that the command connects to.
     pub(crate) node: u16,
-    /// Its rate limit in MB/s. Without a limit it would finish before a fault could hit it.
+    /// The stage-in's rate limit in MB/s. Without a limit, the stage-in would finish before a fault could hit it.
     pub(crate) rate: Option<u32>,
     pub(crate) twist: Twist,
 }
@@ -86,7 +86,7 @@ pub(crate) enum Victim {
     Reader(usize),
 }
 
-/// The faults of a drive; every `nth` call is affected.
+/// A fault of a drive. With `nth` equal to 5, every fifth call is affected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Drive {
     /// Reads fail.

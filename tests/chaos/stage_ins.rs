@@ -21,7 +21,7 @@ pub(crate) struct RunningStageIn {
     errors: PathBuf,
     begin: Instant,
     is_twisted: bool,
-    /// The time of the last disturbance of the command or the nodes; the command's limit counts from here.
+    /// The time of the last disturbance of the command or the nodes. The command's time limit counts from then.
     pub(crate) disturbed: Instant,
 }
 
@@ -100,7 +100,7 @@ impl RunningStageIn {
             self.twist();
         }
         if self.disturbed.elapsed() > of_stage_in() + self.at_its_rate() {
-            return Err(format!("HANGS: {:?} since {:?}", self.plan, self.begin.elapsed()));
+            return Err(format!("HANGS: {:?} for {:?}", self.plan, self.begin.elapsed()));
         }
         Ok(None)
     }
@@ -121,7 +121,7 @@ impl Drop for RunningStageIn {
 
 fn remove(source: &Path) {
     if source.is_dir() {
-        // The stage-in may be reading these files at this moment; this is the case to test.
+        // The stage-in may be reading these files at this moment: this test is meant to cover that case.
         let _ = fs::remove_dir_all(source);
     } else {
         let _ = fs::remove_file(source);

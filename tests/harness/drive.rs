@@ -96,8 +96,8 @@ pub(crate) struct Injected {
 }
 
 impl Injected {
-    /// Injects `what`, as `strace -e inject=` takes it. Returns `None`, with a message on standard error, if there is no `strace` or it
-    /// may not trace.
+    /// Injects `what`, which is an argument of `strace -e inject=`. Returns `None`, with a message on standard error, if there is
+    /// no `strace` or if it may not trace.
     pub(crate) fn into(pid: i32, what: &str) -> Option<Self> {
         let call = what.split(':').next().unwrap();
         let mut strace = Command::new("strace");

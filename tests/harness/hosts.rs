@@ -7,8 +7,8 @@ use std::process::Command;
 
 use super::{Cluster, Ground, output_of, text};
 
-/// Creates a [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling
-/// process. The host `silent` never answers, and the host `broken` cannot be reached.
+/// A [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling process. The
+/// host `silent` never answers, and the host `broken` cannot be reached.
 pub(crate) struct Hosts(pub(crate) Ground);
 
 impl Hosts {
@@ -33,7 +33,7 @@ exec sh -c "$*"
         Self(ground)
     }
 
-    /// Writes a stand-in for another program that these hosts' commands find in their PATH.
+    /// Writes a stand-in for another program. Commands on these hosts find the stand-in in their PATH.
     pub(crate) fn stand_in(&self, program: &str, script: &str) {
         let path = self.0.at("bin").join(program);
         fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();

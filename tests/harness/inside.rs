@@ -117,7 +117,8 @@ impl Inside {
         self.write_in("d", lens, 0)
     }
 
-    /// Writes such files into the folder `name`, with the contents of samples number `first`, `first + 1` and so on.
+    /// Writes such files into the folder `name`. The first file gets content number `first`, the next one number `first + 1`, and
+    /// so on.
     pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
         let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();
@@ -132,7 +133,7 @@ impl Inside {
         self.stage_over(source, false)
     }
 
-    /// Stages in a source at `/dayfly/d`, where it may replace a dataset.
+    /// Stages in a source at `/dayfly/d`. If `replace` is true, it may replace a dataset there.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],

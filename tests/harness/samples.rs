@@ -40,8 +40,8 @@ pub(crate) fn dataset(view: &View) -> Arc<Dataset> {
     view.session().datasets().unwrap().first().unwrap().clone()
 }
 
-/// Returns the numbers of the files with content whose first block is on the view's node or, if `is_here` is false, on another
-/// node.
+/// Returns the numbers of all files that are not empty and have their first block on the view's node or, if `is_here` is false,
+/// on another node.
 pub(crate) fn numbers(view: &View, count: usize, is_here: bool) -> Vec<usize> {
     let dataset = dataset(view);
     let is_meant = |&number: &usize| {

@@ -35,7 +35,8 @@ pub(crate) struct Tracer {
 }
 
 impl Tracer {
-    /// Injects faults into all threads of a process. Each fault is a list of calls and the rest of strace's `inject=` option.
+    /// Injects faults into all threads of a process. Each fault is a pair: a list of calls, and the rest of
+    /// strace's `inject=` option.
     pub(crate) fn inject(pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
         let calls: Vec<&str> = faults.iter().map(|&(calls, _)| calls).collect();
         let mut options = vec!["-e".to_owned(), format!("trace={}", calls.join(","))];
@@ -58,13 +59,13 @@ impl Tracer {
             }
             if tracer.tracer.try_wait().unwrap().is_some() || Instant::now() > deadline {
                 tracer.end();
-                return Err(format!("strace does not attach: {}", printed.trim()));
+                return Err(format!("strace did not attach: {}", printed.trim()));
             }
             std::thread::sleep(Duration::from_millis(5));
         }
     }
 
-    /// Detaches, and returns how many calls it failed or delayed.
+    /// Detaches, and returns the number of calls that `strace` made fail or delayed.
     pub(crate) fn end(&mut self) -> usize {
         if self.tracer.try_wait().unwrap().is_none() {
             signal(self.tracer.id() as i32, Signal::SIGINT);
@@ -81,7 +82,7 @@ impl Tracer {
 
 impl Drop for Tracer {
     fn drop(&mut self) {
-        // It has usually detached already.
+        // The tracer has usually been detached already.
         self.end();
     }
 }

@@ -44,7 +44,7 @@ impl Twin {
         command
     }
 
-    /// Runs a shell script under `dayfly exec`, which must succeed, and returns its output.
+    /// Runs a shell script, which must succeed, under `dayfly exec`, and returns its output.
     pub(crate) fn shell(&self, words: &str) -> String {
         let output = self.exec(&["sh".as_ref(), "-ec".as_ref(), words.as_ref()]);
         assert!(output.status.success(), "{words}: {}{}", text(&output.stdout), text(&output.stderr));

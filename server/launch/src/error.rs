@@ -325,8 +325,8 @@ pub enum LaunchError {
     Lost(String),
     /// The server cannot connect to the supervisor.
     #[error(
-        "the server on {host} cannot reach the supervisor that invited it: {source}; it may have ended, or a firewall may \
-         block its port"
+        "the server on {host} cannot reach the supervisor that invited it: {source}; the supervisor may have ended, or \
+         a firewall may block its port"
     )]
     SupervisorUnreachable {
         /// The server's host.

@@ -22,7 +22,8 @@ const BASE_LEN: usize = 64 << 10;
 /// invitation, except for `host` and `below`.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct Invitation {
-    /// The launcher's version, so that a server of another version can name both.
+    /// The launcher's version, so that a server of another version can name both
+    /// versions.
     pub(crate) version: String,
     /// Session id, in hexadecimal.
     pub(crate) session: String,

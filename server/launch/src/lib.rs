@@ -5,8 +5,8 @@
 //! 1. [`SessionPlan`] checks the options, and chooses the launcher and the hosts (`allocation`,
 //!    `launchers`, `hosts`).
 //! 2. [`RunningSession::start`] creates the session's folder and runs the supervisor
-//!    (`supervisor`). The supervisor has the servers started (`processes`), and each of them gets
-//!    an `invitation` with the session's key.
+//!    (`supervisor`). The supervisor starts the servers through the launcher (`processes`), and
+//!    each server gets an `invitation` with the session's key.
 //! 3. Each server (`serve`) connects to the supervisor over a sealed control channel (`control`),
 //!    gets its node number, and connects to its peers. The session is up once all have done so.
 //!

@@ -14,8 +14,8 @@ use crate::error::LaunchError;
 /// Maximum number of names that a message lists.
 const LISTED_NAMES_MAX: usize = 8;
 
-/// Returns the addresses at which other machines may find this one, or those of one interface. IPv4
-/// addresses come first.
+/// Returns the addresses at which other machines may find this one. With `interface`, returns only
+/// the addresses of that interface. IPv4 addresses come first.
 pub(crate) fn own_addresses(interface: Option<&str>) -> Result<Vec<IpAddr>, LaunchError> {
     let mut addresses = Vec::new();
     for found in getifaddrs().map_err(LaunchError::io("cannot list the network interfaces"))? {

@@ -21,7 +21,7 @@ use crate::invitation::Invitation;
 use crate::launchers::{Input, Launcher, Start, fill};
 use crate::units::shortened;
 
-/// Lines of output that may wait to be shown.
+/// Maximum number of lines of output that wait to be shown.
 const LINES_WAITING_MAX: usize = 256;
 /// The longest line; longer ones are cut.
 const LINE_LEN_MAX: usize = 4096;
@@ -58,7 +58,8 @@ pub(crate) enum Event {
 
 /// The end of a process.
 pub(crate) struct Exit {
-    /// The hosts whose servers the process was to start. With a tree, it may have started only some.
+    /// The hosts whose servers the process was to start. In a tree, it may have started only some of
+    /// them.
     pub(crate) hosts: Vec<String>,
     /// The process's last lines of output, or its exit status if it wrote nothing; and what to do.
     pub(crate) reason: String,
@@ -76,7 +77,7 @@ impl LauncherProcesses {
     }
 
     /// Runs the commands that start servers on `hosts`. `key_file` holds the invitation if standard
-    /// input does not reach all of them.
+    /// input does not reach all servers.
     pub(crate) fn start(
         &mut self,
         launcher: &Launcher,
@@ -106,8 +107,8 @@ impl LauncherProcesses {
         }
     }
 
-    /// Runs at most `width` commands. The first server of each group starts the others of its
-    /// group.
+    /// Divides the hosts into at most `width` groups, and runs one command for each group. The
+    /// first server of a group starts the other servers of that group.
     fn start_each(
         &mut self,
         launcher: &Launcher,

@@ -40,16 +40,16 @@ use crate::node_names::{own_addresses, own_host_name};
 use crate::processes::LauncherProcesses;
 use environment::ServerEnvironment;
 
-/// Runtime threads, which move messages. Everything that blocks runs on threads for blocking work.
+/// Maximum number of runtime threads, which move messages. Everything that blocks runs on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
 /// The longest invitation. Most of it is the list of hosts whose servers the invited server starts.
 const INVITATION_LEN_MAX: usize = 1 << 20;
-/// A server retries this often to connect to a busy supervisor, which resets connections that it
-/// cannot hold.
+/// The pause between two attempts to connect to the supervisor. A busy supervisor resets the
+/// connections that it cannot hold.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(300);
-/// How long a server retries.
+/// How long a server tries to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Instructions of the supervisor that may wait to be carried out.
+/// Maximum number of the supervisor's instructions that wait to be carried out.
 const INSTRUCTIONS_WAITING_MAX: usize = 4;
 
 /// A server that has its invitation but has not contacted the supervisor yet.
@@ -179,8 +179,8 @@ fn start_below(invitation: &Invitation) -> Result<Option<LauncherProcesses>, Lau
     Ok(Some(processes))
 }
 
-/// Waits for the servers below this one, which would be killed with this process. They join on
-/// their own, even if this one cannot.
+/// Waits until the processes that start the servers below this one have exited, because they would
+/// be killed with this process. Those servers join on their own, even if this server cannot.
 async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invitation) {
     if let Some(below) = below {
         let _ = timeout(Duration::from_millis(invitation.start_timeout_ms), below.all_exited()).await;
@@ -224,7 +224,7 @@ async fn wait_and_serve(
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
     send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
-    // The supervisor waits for other servers and has its own deadline. Ours covers a supervisor
+    // The supervisor waits for other servers and has its own deadline. The one here covers a supervisor
     // that has vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
     let silent = |_| LaunchError::SupervisorSilent { seconds: patience.as_secs() };
@@ -281,7 +281,7 @@ async fn start(
     let mut locks = Vec::new();
     let folder = location.folder.display().to_string();
     let cannot_use = || LaunchError::io(format!("cannot use the session's folder '{folder}'"));
-    // systemd-tmpfiles skips a folder that is locked when it removes old files.
+    // When systemd-tmpfiles removes old files, it skips a folder that is locked.
     locks.extend(Flock::lock(File::open(&location.folder).map_err(cannot_use())?, FlockArg::LockSharedNonblock));
     let log_path = location.folder.join(format!("node-{node}.log"));
     let log = OpenOptions::new().create(true).append(true).mode(0o600).open(log_path).map_err(cannot_use())?;
@@ -353,8 +353,8 @@ impl Serving {
         };
         if let Some(reason) = &loss {
             tracing::error!(reason);
-            // The supervisor gets the reason before anything fails because of it. It ends the other
-            // nodes, and informs the user.
+            // The supervisor gets the reason before this server frees its blocks, because reads on
+            // other nodes fail after that. The supervisor ends the other nodes, and informs the user.
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
             let _ = timeout(patience, send(&mut sender, &failed)).await;
         }
@@ -427,8 +427,8 @@ async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver
     });
     let mut ticks = interval(lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // The lease is counted in ticks, which do not come while this process is stopped, as a
-    // suspended job's processes are.
+    // The lease is counted in ticks. A suspended job's processes are stopped, and there are no ticks
+    // while this process is stopped, so the lease does not run out then.
     let lease_ticks = (lease.as_millis() / lease_interval.as_millis()) as u64;
     let mut ticks_left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease_ticks);
     let mut has_begun = false;

@@ -113,9 +113,10 @@ impl Drop for RunningSession {
     fn drop(&mut self) {
         drop(self.supervisor.end_handle());
         self.supervisor.wait();
-        // The lock is held here, so that no other process removes the folder at the same time. If
-        // servers are still about to exit, the lock is released first, so that the last of them can
-        // remove the folder.
+        // The lock is held during the first attempt, so that no other process removes the folder at
+        // the same time. This attempt does nothing if servers are still about to exit. The second
+        // attempt follows without the lock, so that the last of those servers can also remove the
+        // folder.
         let removed = cleanup::remove_if_last(&self.location);
         drop(self.lock.take());
         if let Err(error) = removed.and_then(|was_last| if was_last { Ok(()) } else { cleanup::remove_soon(&self.location) }) {

@@ -1,7 +1,8 @@
 //! Computes how much memory a server may use for stage-ins.
 //!
-//! The user decides, or else a fixed bound applies, which a small control group lowers. The bound is
-//! never a share of the machine's memory, because that memory belongs to the job.
+//! The user may set the bound. Otherwise it is fixed, or lower if the server's control group is
+//! small. The bound is never a share of the machine's memory, because that memory belongs to the
+//! job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,8 +11,8 @@ use dayfly_meta::limits::{STAGE_IN_MEMORY_DEFAULT, STAGE_IN_MEMORY_MIN, stage_in
 
 use crate::error::LaunchError;
 
-/// The stage-ins of all servers in a control group take at most its limit divided by this number,
-/// because the job lives there too.
+/// The stage-ins of all servers in a control group take at most the group's limit divided by this
+/// number, because the job's processes are in the group too.
 const GROUP_DIVISOR: u64 = 4;
 
 /// Checks that the memory suffices for the number of workers, or for one worker if the number is
@@ -44,7 +45,8 @@ fn group_limit(groups: &Path, root: &Path) -> Option<u64> {
     for line in groups.lines() {
         let mut fields = line.splitn(3, ':');
         let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else { continue };
-        // Version 2 names no controllers. For version 1, only the memory controller matters.
+        // A line for version 2 of control groups names no controllers. For version 1, only the line
+        // of the memory controller matters.
         let (root, file) = match controllers {
             "" => (root.to_owned(), "memory.max"),
             _ if controllers.split(',').any(|name| name == "memory") => (root.join("memory"), "memory.limit_in_bytes"),

@@ -1,9 +1,10 @@
 //! The supervisor of a session.
 //!
-//! It has the servers started, waits until they join, makes them one session ([`start`]), and then
-//! holds the session's lease over them ([`lease`]): as long as it lives, it sends each server a
-//! heartbeat. When the supervisor ends, for whatever reason, the servers end: at once if the kernel
-//! closes the control channels, and otherwise when no heartbeat has come for the lease's time.
+//! The supervisor starts the servers, waits until they join, and makes them one session
+//! ([`start`]). Then it holds the session's lease over them ([`lease`]): as long as the supervisor
+//! lives, it sends each server a heartbeat. When the supervisor ends, for whatever reason, the
+//! servers end: at once if the kernel closes the control channels, and otherwise when no heartbeat
+//! has come for the length of the lease.
 //!
 //! The supervisor runs on a thread of its own with a single-threaded runtime.
 

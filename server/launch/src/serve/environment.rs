@@ -42,7 +42,7 @@ impl ServerEnvironment {
     pub(super) fn examine(session: SessionId, invitation: &Invitation) -> Result<Self, LaunchError> {
         let settings = &invitation.settings;
         let runtime_dir = locate::runtime_dir_in(&invitation.runtime_dir);
-        // On one machine the supervisor has swept already.
+        // On one machine the supervisor has removed leftovers already.
         if !invitation.is_local {
             cleanup::sweep(&runtime_dir, &settings.data_dirs)?;
         }

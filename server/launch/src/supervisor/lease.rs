@@ -91,7 +91,7 @@ fn report_loss(notices: &Notices, member: &str, reason: &str) {
 enum Departure {
     /// The server was asked to end.
     Ended,
-    /// The server cannot continue, and the session cannot continue without what it lacks.
+    /// The server lacks something that the session needs, so neither can continue.
     Failed(String),
     /// The server's control channel broke.
     Lost(String),
@@ -113,8 +113,8 @@ struct LiveMember {
     sender: Sender,
     /// Set by each message, cleared by each tick.
     was_heard: Arc<AtomicBool>,
-    /// Ticks without a message. Ticks do not come while this process is stopped, as a suspended
-    /// job's processes are, so a suspended job loses no server.
+    /// Ticks without a message. A suspended job's processes are stopped, and there are no ticks
+    /// while this process is stopped, so a suspended job loses no server.
     silent_ticks: u128,
 }
 

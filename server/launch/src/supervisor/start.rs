@@ -31,12 +31,12 @@ use crate::units::counted;
 /// When the user is told which nodes have not joined: once the first interval has passed, and then
 /// again each time the second one has passed.
 const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(10)];
-/// Hellos that may wait to be read.
+/// Maximum number of hellos that wait to be read.
 const HELLOS_WAITING_MAX: usize = 64;
-/// How long the supervisor waits for a server's own report, after another server has reported that it cannot reach it.
+/// How long the supervisor waits for the report of a server that failed, after node 0 has reported that it cannot reach that server.
 const OWN_REPORT_WAIT: Duration = Duration::from_secs(1);
-/// A server may take this many handshake timeouts to send its hello. It examines its node first,
-/// which takes almost no time.
+/// A server may take this many handshake timeouts to send its hello. The server first examines
+/// its node, which takes almost no time.
 const HELLO_TIMEOUT_FACTOR: u32 = 5;
 
 /// The information that a supervisor needs to start a session.
@@ -50,7 +50,7 @@ pub(crate) struct StartRequest {
     pub(crate) key_file: PathBuf,
     /// The session starts if at least this many nodes join.
     pub(crate) min_nodes: usize,
-    /// The time allowed for joining, and again for connecting after that.
+    /// The time allowed for joining, and then the same time again for connecting.
     pub(crate) start_timeout: Duration,
     pub(crate) notices: Notices,
 }
@@ -86,7 +86,7 @@ async fn send(sender: &mut Sender, message: &FromSupervisor) -> Result<(), Strin
     control::send(sender, message).await.map_err(|error| error.to_string())
 }
 
-/// Receives a message, or the reason why none will come, for the user.
+/// Receives a message. If none will come, the error tells the user why.
 pub(super) async fn receive_from_server(receiver: &mut Receiver) -> Result<FromServer, String> {
     control::receive(receiver).await.map_err(|error| match error {
         ControlError::Channel(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
@@ -142,7 +142,7 @@ impl SessionStart {
         }
     }
 
-    /// Closes all control channels that have no member, and returns the processes.
+    /// Closes all control channels that belong to no member, and returns the processes.
     pub(super) fn into_processes(self) -> LauncherProcesses {
         self.processes
     }
@@ -312,7 +312,7 @@ impl SessionStart {
             return;
         };
         if self.joined[index].is_some() {
-            // The launcher probably started one for each slot of a node.
+            // The launcher probably started one server for each slot of a node.
             let _ = send(&mut server.sender, &FromSupervisor::Surplus).await;
             return;
         }
@@ -452,7 +452,7 @@ async fn failure_of_any(members: &mut [Member]) -> Option<String> {
     None
 }
 
-/// Sends node 0 a request, and returns its answer unless that is a failure of the session.
+/// Sends node 0 a request, and returns the answer. An answer that reports a failure becomes an error.
 async fn ask(coordinator: &mut Member, request: &FromSupervisor) -> Result<FromServer, LaunchError> {
     if let Err(reason) = send(&mut coordinator.sender, request).await {
         return Err(server_failed(coordinator, reason));
