@@ -18,12 +18,12 @@ const SLOTS: usize = 256;
 
 /// Readable pages: a page's number plus one, in the slot that [`slot`] names. 0 where the slot is empty.
 static READABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
-/// Ranges of writable pages, in the slot of the first page: its number, and the count of pages in the low bits. 0 where the slot
-/// is empty.
+/// Ranges of writable pages, in the slot of the first page: the first page's number, and the count of pages in the low bits. 0
+/// where the slot is empty.
 static WRITABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
 /// One bit for each slot of [`WRITABLE`] that was ever used, so that [`forget`] need not look at the others.
 static WRITABLE_USED: [AtomicU64; SLOTS / 64] = [const { AtomicU64::new(0) }; SLOTS / 64];
-/// Counts calls of [`forget`]. An answer of the kernel that is older than the last one is not remembered.
+/// Counts calls of [`forget`]. An answer of the kernel that is older than the last such call is not remembered.
 static FORGOTTEN: AtomicU32 = AtomicU32::new(0);
 
 /// Addresses have at most 57 bits, so the number of a page leaves this many for the count.
@@ -79,7 +79,7 @@ fn probe_writable(start: usize, len: usize) -> usize {
     let first = start / PAGE_LEN;
     let count = (start % PAGE_LEN + len).div_ceil(PAGE_LEN);
     let is_populated = count >= POPULATED_MIN && kernel_can_populate(first * PAGE_LEN, count * PAGE_LEN);
-    // Page by page, where the kernel is older than that call, and to find out where the writable pages end.
+    // Ask page by page if the kernel is too old for that call, or to find out where the writable pages end.
     let good = if is_populated {
         count
     } else {
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unmapped_is_forgotten() {
+    fn unmapped_pages_are_forgotten() {
         let (start, other) = (three_pages(), three_pages());
         assert!(is_readable(start, 8) && writable_len(start, 8) == 8 && is_readable(other, 8));
         // SAFETY: the pages of this test.
