@@ -52,7 +52,7 @@ fn compare(commands: &[&str]) {
     });
     let mut differences = Vec::new();
     for (command, expected) in commands.iter().zip(&expected) {
-        // A machine may not allow rings; then only that is compared.
+        // If a machine does not allow rings, the commands about rings print only that.
         assert!(expected.lines().count() > 5 || command.starts_with("kernel_"), "{command} printed too little: {expected}");
         for node in 0..2 {
             let found = run(&twin, node, command);

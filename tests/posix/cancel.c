@@ -74,7 +74,7 @@ static void wait_in_readv(struct Task *task) {
 static void wait_in_write(struct Task *task) {
     for (;;) CHECK(write(full_pipe[1], task->memory, 4096) > 0);
 }
-/* With a file of the folder, which the library writes to the pipe. */
+/* Splices a file of the folder, whose bytes the library writes to the pipe. */
 static void wait_in_splice(struct Task *task) {
     for (;;) {
         off_t from = 0;
@@ -92,7 +92,7 @@ static void wait_in_ppoll(struct Task *task) {
     struct pollfd entry = {.fd = pair[0], .events = POLLIN};
     ppoll(&entry, 1, NULL, NULL);
 }
-/* With a file of the folder among them that is not asked about. */
+/* Polls a pipe, along with a file of the folder for which no events are requested. */
 static void wait_in_poll_with_file(struct Task *task) {
     struct pollfd *entries = (void *)task->memory;
     entries[0] = (struct pollfd){.fd = one_file, .events = 0};
@@ -208,7 +208,7 @@ static void list_folder(struct Task *task) {
         pthread_setcancelstate(before, &before);
     }
 }
-/* Sends files. The call itself may not be canceled, but what comes after it must be. */
+/* Sends files. The thread must not be canceled in `sendfile`, but it must be canceled after it. */
 static void send_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -228,7 +228,7 @@ static void send_files(struct Task *task) {
     }
 }
 
-/* Moves files to another file, in calls that glibc lets be canceled. */
+/* Copies a file to another file, with a call that is a cancellation point in glibc. */
 static void move_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -265,7 +265,7 @@ static void *run(void *argument) {
     task->memory = malloc(1 << 20);
     CHECK(sem_post(&task->started) == 0);
     task->run(task);
-    /* A call that returns although nothing has happened. */
+    /* The call has returned before the thread was canceled, so wait here. */
     for (;;) pause();
     pthread_cleanup_pop(0);
     return NULL;

@@ -46,11 +46,11 @@ fn a_directory_that_the_kernel_or_another_process_gets_is_a_directory() {
 }
 
 #[test]
-fn a_file_is_spliced_into_what_is_free_in_a_pipe() {
+fn splice_fills_the_free_part_of_a_pipe() {
     prints_the_same("pipes");
 }
 
 #[test]
-fn a_program_that_locks_its_memory_has_no_more_than_a_few_mib_of_the_library() {
+fn locking_all_memory_costs_at_most_a_few_mib_for_the_library() {
     prints_the_same("locked");
 }

@@ -22,7 +22,7 @@ fn a_handler_that_jumps_out_of_a_call_leaves_everything_in_order() {
     let archive = ground.at("tree.tar");
     pack(&archive, &root, &["--format=posix"]);
     let prefix = root.to_str().unwrap().to_owned();
-    // The arena does not hold what the other node has, so reads ask for it again and again.
+    // The arena is too small for the other node's files, so reads ask for them again and again.
     let cluster = ground.up_with(2, &["--prefix", &prefix, "--memory", "32MiB"]);
     cluster.ok(&["tune", "--cache", "off"]);
     cluster.stage(&[&archive], &prefix);

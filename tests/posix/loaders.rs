@@ -1,4 +1,4 @@
-//! What the dynamic linker loads, and programs for which this library is not made: they start, and are told.
+//! What the dynamic linker loads, and how programs start that do not work with this library.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -128,7 +128,7 @@ fn python_imports_packages_that_bring_their_own_libraries() {
     twin.cluster.down();
 }
 
-/// A program that reads a file and lists a folder, with its mistakes in memory found by a sanitizer, if it has one.
+/// A program that reads a file and lists a folder. A sanitizer, if the program is built with one, finds its mistakes in memory.
 const READER: &str = "#include <dirent.h>\n#include <fcntl.h>\n#include <stdio.h>\n#include <string.h>\n#include <unistd.h>\n\
     int main(int count, char **arguments) {\n\
         char line[100] = \"\";\n\
@@ -231,7 +231,7 @@ fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
     twin.cluster.down();
 }
 
-/// Neither library may pass a call back to the other for ever.
+/// Neither library may pass a call back to the other forever.
 #[test]
 fn a_preloaded_library_that_makes_system_calls_by_number_works_beside_this_one() {
     if !is_there("python3") {

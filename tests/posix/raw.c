@@ -162,7 +162,7 @@ static void calls(void) {
     SHOW(syscall(SYS_getcwd, bytes, sizeof bytes));
     SHOW(syscall(SYS_faccessat, AT_FDCWD, "f2", R_OK));
     SHOW(syscall(SYS_getppid) == getppid());
-    /* Six arguments, of a call that is passed on. */
+    /* A call with six arguments, which is passed on. */
     char from[8] = "passed", to[8] = "";
     struct iovec source = {from, 7}, target = {to, 7};
     SHOW(syscall(SYS_process_vm_readv, (long)getpid(), &target, 1L, &source, 1L, 0L));
@@ -264,8 +264,8 @@ static int by_recvmsg(void) {
     return number;
 }
 
-/* Shows what a descriptor is, by calls that would answer otherwise for a file of the namespace. `reads` says whether to begin
- * with `read`, which does not notice what no library saw. */
+/* Shows what a descriptor is, by calls that would give other results for a file of the namespace. `reads` says whether to
+ * begin with `read`, which does not notice a system call that no library saw. */
 static void show(int number, int reads) {
     char bytes[64] = {0};
     struct stat stat;
@@ -315,8 +315,8 @@ static void reuse(void) {
     };
     for (int closer = 0; closer < 2; closer++)
         for (int maker = 0; maker < (int)(sizeof makers / sizeof *makers); maker++) {
-            /* Every number that the maker may get was that of a file. Each is asked about a few times, so that
-             * nothing is believed because it is new. */
+            /* Every number that the maker may get was the number of a file before. `fstat` asks about each file
+             * a few times, so that the library does not believe its table because the file is new. */
             struct stat stat;
             for (int number = 3; number < 40; number++)
                 if (open(at("sub/f1"), O_RDONLY) != number)
@@ -400,7 +400,7 @@ static int spoiled(const char *folder, int count) {
     return spoiled;
 }
 
-/* Waits until the one who started us has done something. */
+/* Waits until the test that started this program has done its part. */
 static void wait_for_word(void) {
     char word[16];
     printf("ready\n");

@@ -95,8 +95,8 @@ int dayfly_list(dayfly *session, const char *path, int (*see)(const char *name, 
  *
  * Both ways below send one message for all files that are not on this node, which is much faster than a call per file. */
 
-/* Flag: a file that cannot be read gets an error of its own, and the others are read. Without it, the first such file fails the
- * whole call or batch. */
+/* Flag: a file that cannot be read gets an error of its own, and the others are read. Without the flag, the first such file fails
+ * the whole call or batch. */
 #define DAYFLY_REPORT_MISSING 1
 /* Flag: a batch delivers files as they become available, those on this node first. Without the flag, the batch delivers
  * them in the requested order. */

@@ -193,8 +193,9 @@ hook! {
     }
 }
 
-/// Forgets a descriptor that the program is about to close: afterward another thread may get the number. Returns `false` if it
-/// is one of the library's own, which stays open. The table need not be right here: closing the number is.
+/// Forgets a descriptor that the program is about to close, because another thread may get the number afterward. Returns `false` if
+/// the descriptor is one of the library's own, which stays open. This does not ask the kernel whether the number is still ours:
+/// either way, it is right to forget a number that is closed.
 pub(super) fn may_close(descriptor: RawFd) -> bool {
     if is_reserved(descriptor) {
         return false;
@@ -215,7 +216,7 @@ pub(super) fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
     if !is_reserved(to) || vfork::child().is_some() {
         return Ok(());
     }
-    // Without an open file to duplicate, the kernel would leave the number as it is: closed, to the program.
+    // Without an open file to duplicate, the call fails, and the number must go on looking closed to the program.
     if raw_call::flags(from).is_none() {
         return Err(libc::EBADF);
     }
@@ -252,7 +253,7 @@ pub(super) fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     copy
 }
 
-/// Changes some of a description's flags, also those of its kernel copy, which the programs that inherited it see.
+/// Changes some of a description's flags, and those of its kernel copy, because the programs that inherited the copy see those.
 fn change_flags(open: &Reference, which: c_int, flags: c_int) {
     let change = |before: c_int| Some(before & !which | flags & which);
     let _ = open.flags.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);

@@ -259,7 +259,7 @@ impl<'a> StringArray<'a> {
     }
 }
 
-/// The environment for another program: with the working directory if it is in the namespace, and without a stale one.
+/// The environment for another program. It has the working directory if that is in the namespace, and otherwise no old one.
 pub(super) struct Environment<'a> {
     given: Strings<'a>,
     /// The changed array, and the variable that was added to it.
@@ -273,7 +273,7 @@ impl<'a> Environment<'a> {
 
     pub(super) fn in_directory(given: Strings<'a>, directory: Option<Vec<u8>>) -> Self {
         if !given.are_readable() {
-            // The kernel finds that out, too.
+            // The array cannot be read. The kernel finds that out, too.
             return Self { given, changed: None };
         }
         let name = [CWD_VARIABLE.as_bytes(), b"="].concat();

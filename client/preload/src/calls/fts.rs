@@ -93,9 +93,9 @@ struct Walk {
     public: Public,
     /// The parent of all roots, which the program does not see.
     top: NonNull<Entry>,
-    /// The children of the current entry, if they have been listed already. The next one is the last.
+    /// The children of the current entry, if they have been listed already, in reverse order: the next child is the last element.
     children: Option<Vec<NonNull<Entry>>>,
-    /// For each directory on the way down, the entries that are left. The next one is the last.
+    /// For each directory on the way down, the entries that are left, also in reverse order.
     waiting: Vec<Vec<NonNull<Entry>>>,
 }
 
@@ -204,7 +204,7 @@ impl Walk {
         NonNull::new(self.public.current).map(|mut entry| unsafe { entry.as_mut() })
     }
 
-    /// Sorts entries as the program requests, links them, and reverses the list, so that the next entry is the last.
+    /// Sorts entries as the program requests, links them, and reverses the list, so that the next entry is its last element.
     fn arrange(&self, mut entries: Vec<NonNull<Entry>>) -> Vec<NonNull<Entry>> {
         if let Some(compare) = self.public.compare {
             entries.sort_by(|left, right| {

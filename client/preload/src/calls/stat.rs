@@ -136,7 +136,7 @@ fn mode_of_link(path: FromC<*const c_char>, flags: c_int) -> Option<u32> {
     Some(if path::linked(path)?.is_place() { 0 } else { 0o500 })
 }
 
-/// Corrects what the kernel has stored, if it has. Returns the result for the program.
+/// Corrects the attributes that the kernel has stored, unless the call failed. Returns the result for the program.
 fn with_mode<T: Copy>(result: c_int, out: FromC<*mut T>, correct: impl FnOnce(&mut T)) -> c_int {
     if result == 0
         && let Some(mut form) = out.get()
@@ -148,7 +148,7 @@ fn with_mode<T: Copy>(result: c_int, out: FromC<*mut T>, correct: impl FnOnce(&m
     result
 }
 
-/// Returns whether the call is about the descriptor itself. Newer kernels take the null pointer for an empty path.
+/// Returns whether the call is about the descriptor itself. Newer kernels treat the null pointer as an empty path.
 fn means_descriptor(path: FromC<*const c_char>, flags: c_int) -> bool {
     flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || path.path().is_some_and(CStr::is_empty))
 }
