@@ -134,8 +134,8 @@ static void wait_in_accept(struct Task *task) {
     accept(task->descriptor, NULL, NULL);
 }
 
-/* glibc itself loses the descriptor of an open or a close that is canceled at the wrong moment (its bug 12683). So the threads below
- * cannot be canceled in calls of the kernel that open or close.
+/* glibc itself loses the descriptor of an open or a close that is canceled at the wrong moment (its bug 12683). So the
+ * threads below cannot be canceled in calls of the kernel that open or close.
  *
  * Opens, reads and closes files of the folder, some of which another node holds, until the thread is canceled. Between the calls
  * nothing else is a cancellation point, so cancellation must take effect in one of them. */

@@ -1,10 +1,10 @@
-/* What the kernel or another process gets in place of a descriptor of the namespace. Prints the same over a plain directory as over the
- * namespace. Usage: handoffs COMMAND FOLDER, where FOLDER has a file `list` and a folder `sub`.
+/* What the kernel or another process gets in place of a descriptor of the namespace. Prints the same over a plain directory as
+ * over the namespace. Usage: handoffs COMMAND FOLDER, where FOLDER has a file `list` and a folder `sub`.
  *
  *   numbers      calls by number that wait, list, or send
  *   constant     sends descriptors in control data that cannot be written
  *   directories  sends a directory's descriptor, and reads it asynchronously
- *   locked       locks its memory, of which there must be little
+ *   locked       locks its memory, and prints whether that is small
  *   pipes        splices into pipes that are full, not empty, or no pipes */
 
 #define _GNU_SOURCE
@@ -230,7 +230,8 @@ static void pipes(void) {
     PRINT(lseek(file, 0, SEEK_CUR));
 }
 
-/* Locks all of the memory, which makes it resident, before the folder is used. Prints whether that is little, and reads a file. */
+/* Locks all of the memory, which makes it resident, before the folder is used. Prints whether the memory is small, and reads a
+ * file. */
 static void locked(const char *folder) {
     long pages = 0, resident = 0;
     if (mlockall(MCL_CURRENT) != 0) {

@@ -26,8 +26,8 @@ fn prints_the_same(command: &str) {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask), and
-/// descriptors of other processes (pidfd_getfd)."
+/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask),
+/// and descriptors of other processes (pidfd_getfd)."
 #[test]
 fn calls_by_number_wait_list_and_send() {
     prints_the_same("numbers");
@@ -51,6 +51,6 @@ fn splice_fills_the_free_part_of_a_pipe() {
 }
 
 #[test]
-fn locking_all_memory_costs_at_most_a_few_mib_for_the_library() {
+fn a_program_that_locks_all_its_memory_stays_small() {
     prints_the_same("locked");
 }

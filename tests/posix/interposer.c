@@ -49,7 +49,7 @@ int fstatat(int directory, const char *path, struct stat *out, int flags) {
     return __fxstatat(1, directory, path, out, flags);
 }
 
-/* The names that programs use which are compiled for large files. */
+/* The names that are used by programs compiled for large files. */
 
 int fstat64(int descriptor, struct stat *out) {
     return fstat(descriptor, out);

@@ -1,7 +1,7 @@
-/* Jumps out of a signal handler, by `siglongjmp`, in the middle of calls on the namespace, and checks that afterward everything works
- * as before: files have the right bytes, the signal mask and the cancellation state are the program's, no more numbers are
- * lost than over a plain directory, and memory does not grow without bound. POSIX allows such a jump where the handler has interrupted
- * functions that are async-signal-safe.
+/* Jumps out of a signal handler, by `siglongjmp`, in the middle of calls on the namespace, and checks that afterward everything
+ * works as before: files have the right bytes, the signal mask and the cancellation state are the program's, no more numbers are
+ * lost than over a plain directory, and memory does not grow without bound. POSIX allows such a jump where the handler has
+ * interrupted functions that are async-signal-safe.
  *
  * Usage: jumps JUMPS FOLDER PLAIN, where FOLDER has files named 0, 1, ... and PLAIN is a plain copy. */
 

@@ -8,7 +8,8 @@ use crate::harness::{Ground, output_of, pack, text};
 /// The number of jumps on each node.
 const JUMPS: &str = "2000";
 
-/// SEMANTICS: "A handler may leave by siglongjmp: the call that it interrupted does not continue, and all later calls work as before."
+/// SEMANTICS: "A handler may leave by siglongjmp: the call that it interrupted does not continue, and all later calls work as
+/// before."
 #[test]
 fn a_handler_that_jumps_out_of_a_call_leaves_everything_in_order() {
     let ground = Ground::new();

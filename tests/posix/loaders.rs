@@ -1,4 +1,4 @@
-//! What the dynamic linker loads, and how programs start that do not work with this library.
+//! What the dynamic linker loads, and programs for which this library was not made: they start all the same.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -42,8 +42,8 @@ fn libraries(root: &Path) {
     );
 }
 
-/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those in
-/// the namespace in folders that DT_RUNPATH or DT_RPATH names."
+/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those
+/// in the namespace in folders that DT_RUNPATH or DT_RPATH names."
 #[test]
 fn dlopen_loads_libraries_from_the_namespace_as_from_a_plain_directory() {
     let outside = |folder: &Path| {

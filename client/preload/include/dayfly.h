@@ -115,7 +115,7 @@ struct dayfly_request {
 ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
 
 /* Whole files that a program looks at without a copy: in the node's storage, or in the server's memory. Closing the batch ends
- * all its views. Earlier, a view can go bad only as dayfly_batch_is_good says. */
+ * all its views. Until then, dayfly_batch_is_good says whether their bytes are right. */
 typedef struct dayfly_batch dayfly_batch;
 
 /* A view of one file of a batch. */
@@ -160,8 +160,8 @@ void dayfly_batch_close(dayfly_batch *batch);
  * reader. An order lasts until dayfly_order_end or the end of the process. Reading in another order is correct, but slower. */
 typedef struct dayfly_order dayfly_order;
 
-/* Announces that this process will read every `readers`-th sample of the order of dayfly_epoch: the samples number reader,
- * reader + readers, reader + 2 * readers and so on. */
+/* Announces that this process will read every `readers`-th sample of the order of dayfly_epoch: those at the positions
+ * reader, reader + readers, reader + 2 * readers and so on, from 0. */
 dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, uint32_t reader,
                                  uint32_t readers);
 
@@ -180,8 +180,8 @@ typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context)
  * instead of files. Returns 0, or the result of `see` that ended the calls. */
 int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
 
-/* Local shuffle: of the dataset that contains `path`, calls `see` for the samples that this node owns, in the order in which they
- * lie on its drives. The order is random and the same each time, and files read in this order are read at sequential speed. Over
+/* Local shuffle: calls `see` for each sample that this node owns in the dataset that contains `path`. The samples come in the
+ * order in which they lie on the node's drives. The order is random and the same each time, and files read in this order are read at sequential speed. Over
  * all nodes, each sample occurs once. Returns what dayfly_epoch returns. */
 int dayfly_local(dayfly *session, const char *path, dayfly_see_sample see, void *context);
 

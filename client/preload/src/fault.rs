@@ -59,8 +59,8 @@ impl From<ClientError> for Fault {
 }
 
 /// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic becomes
-/// EIO instead of unwinding into C. In the meantime, nobody can cancel the thread, and the program's signal handlers wait. That is
-/// short, because `work` waits for nothing but the server.
+/// EIO instead of unwinding into C. In the meantime, nobody can cancel the thread, and the program's signal handlers wait. The
+/// wait is short, because `work` waits for nothing but the server.
 pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
     let _deferral = cancellation::uninterrupted();
     answer_from_memory(work)

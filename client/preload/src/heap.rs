@@ -17,8 +17,8 @@
 //! A list's head is one word: the number of its first block, and a tag that each change increments. To take a block, a thread reads
 //! the head and then the first block's link, and it replaces the head only if the head is still the same. If another thread has
 //! meanwhile taken the block and returned it in front of another successor, the tag differs. The tag has 34 bits. So a thread is
-//! misled only if, between those two steps, the list changes exactly 2^34 times or a multiple of that. So many changes take
-//! minutes, even if the program does nothing else.
+//! misled only if, between those two steps, the list changes exactly 2^34 times or a multiple of that. 2^34 changes take minutes,
+//! even if the program does nothing else.
 //!
 //! Links do not lie in the blocks but in the header of their chunk: a thread that is too late reads an old link, never bytes that
 //! the block's new owner writes.

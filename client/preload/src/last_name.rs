@@ -71,7 +71,7 @@ pub(crate) fn start_of_name(path: &[u8]) -> usize {
     path.iter().rposition(|&byte| byte == b'/').map_or(0, |slash| slash + 1)
 }
 
-/// Returns why a new file or symlink cannot be created, or why a new directory cannot if `is_directory`.
+/// Returns why a new file or symlink cannot be created; if `is_directory`, returns why a new directory cannot be created.
 pub(crate) fn cannot_create(view: &View, path: &[u8], is_directory: bool) -> Fault {
     let last = match LastName::find(view, path) {
         Ok(last) if last.kind == Kind::Name => last,

@@ -115,7 +115,7 @@ pub(crate) struct Needed {
     pub(crate) path: CString,
 }
 
-/// Finds the libraries that a library needs, in those of the folders named by it that are in the namespace.
+/// Finds the libraries that a library needs. Looks only in those of its `DT_RUNPATH` folders that are in the namespace.
 pub(crate) fn needed(view: &View, file: &OpenFile) -> Result<Vec<Needed>, Fault> {
     let Some(needs) = elf::needs(|offset, buffer| Ok(view.read_at(file, offset, buffer)?))? else { return Ok(Vec::new()) };
     let path = file.path(view)?;

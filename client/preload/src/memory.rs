@@ -437,8 +437,7 @@ pub(crate) fn zeroed<T: Plain>() -> T {
     unsafe { std::mem::zeroed() }
 }
 
-/// A C structure that is valid when all its bytes are zero, and that C functions read and write through a pointer to that one
-/// structure.
+/// A C structure that is valid when all its bytes are zero. A C function that gets a pointer to one reads and writes only that one.
 ///
 /// # Safety
 ///

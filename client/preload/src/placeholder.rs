@@ -178,7 +178,7 @@ pub(crate) fn is_at(number: RawFd) -> bool {
         return false;
     }
     let Some(placeholder) = placeholder() else { return false };
-    // The cheaper of two answers: a duplicate of the placeholder, if that is still itself.
+    // The cheaper of two checks comes first. It fails if the program has closed or replaced the placeholder.
     let is_duplicate = raw_call::are_same(number, placeholder.reserved.number()) == Some(true);
     is_duplicate || raw_call::identity(number) == Some(placeholder.reserved.identity())
 }

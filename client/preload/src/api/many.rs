@@ -99,7 +99,7 @@ pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> R
     }
 }
 
-/// Stores the view of one file of a batch. The program has waited for the whole batch before.
+/// Stores the view of one file of a batch. The program has already waited for the whole batch.
 pub(super) fn get(batch: &Batch<'static>, index: size_t, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
     let bytes = batch.get(index).ok_or(libc::ENOENT)?;
     Ok(out.put(sample_view(index, Ok(bytes))).map(|()| 0)?)

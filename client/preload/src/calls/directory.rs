@@ -223,7 +223,7 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
 ///
 /// # Errors
 ///
-/// EINVAL if the whole buffer has no room for a single record, EFAULT if only the writable part has none.
+/// If there is no room for a single record: EFAULT if a part of the buffer cannot be written, else EINVAL.
 fn read_records(open: &Description, form: &RecordForm, out: &mut [u8], len: usize) -> Result<isize, Fault> {
     let mut filled = 0;
     let mut position = open.offset.load();

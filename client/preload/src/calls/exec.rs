@@ -259,7 +259,7 @@ impl<'a> StringArray<'a> {
     }
 }
 
-/// The environment for another program. It has the working directory if that is in the namespace, and otherwise no old one.
+/// The environment for another program. It contains the working directory if that is in the namespace, and never a stale one.
 pub(super) struct Environment<'a> {
     given: Strings<'a>,
     /// The changed array, and the variable that was added to it.

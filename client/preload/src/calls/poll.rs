@@ -95,7 +95,8 @@ fn answered(entry: pollfd) -> Option<i16> {
 }
 
 /// Polls. `kernel` polls an array without our descriptors; its second argument says whether one of ours is ready, so that it must
-/// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of it.
+/// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of
+/// it.
 pub(super) fn poll_with(
     descriptors: FromC<*mut pollfd>,
     count: nfds_t,

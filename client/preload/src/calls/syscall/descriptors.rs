@@ -1,6 +1,6 @@
 //! Lists which arguments of system calls are descriptors that the call uses. To such a call, a reserved descriptor looks closed.
 //!
-//! The list leaves out calls that close or replace a number, arguments for which the program chooses a free number (the second of
+//! The list leaves out calls that close or replace a number, arguments with a number of the program's own choice (the second of
 //! `dup2`), and requests in memory (`io_submit`, io_uring).
 
 use std::ffi::c_long;

@@ -201,7 +201,7 @@ rules! {
     SYS_timerfd_create: c => c.creates();
     SYS_userfaultfd: c => c.creates();
 
-    // Older forms of calls, which newer kinds of processors do not have, and calls that `libc` names only for x86-64.
+    // Older forms of calls, which newer processor architectures do not have, and calls that `libc` does not name for all of them.
     #[cfg(target_arch = "x86_64")]
     SYS_fchmodat2: c if c.leads_in_from(0, 1) => fchmodat(c.get(0), c.get(1), c.get(2), c.get(3));
     #[cfg(target_arch = "x86_64")]
