@@ -77,7 +77,7 @@ fn run(twin: &Twin, node: u16, command: &str) -> String {
 /// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
 /// kernel file behind the number."
 #[test]
-fn descriptors_in_the_messages_of_sendmmsg_are_files_for_their_receiver() {
+fn descriptors_sent_by_sendmmsg_are_files_for_their_receiver() {
     compare(&["messages"]);
 }
 
@@ -89,7 +89,7 @@ fn asynchronous_reads_find_the_files() {
 }
 
 #[test]
-fn asynchronous_reads_of_a_library_that_nobody_else_sees_find_the_files() {
+fn asynchronous_reads_by_a_locally_loaded_library_find_the_files() {
     let (twin, expected) = twin(tree, |ground, root| {
         let library = shared_library(ground, "libasync", &[]);
         let rpath = format!("-Wl,-rpath,{}", library.parent().unwrap().display());

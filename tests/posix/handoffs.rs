@@ -29,7 +29,7 @@ fn prints_the_same(command: &str) {
 /// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask),
 /// and descriptors of other processes (pidfd_getfd)."
 #[test]
-fn calls_by_number_wait_list_and_send() {
+fn system_calls_by_number_can_wait_and_list_and_send() {
     prints_the_same("numbers");
 }
 

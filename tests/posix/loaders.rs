@@ -75,7 +75,8 @@ fn python_imports_extension_modules_from_the_namespace() {
     if !is_there("python3") {
         return;
     }
-    // Copies extension modules of the interpreter's own library, under which they are not found again.
+    // Copies extension modules of the interpreter's own library. The script below takes that library's folder off the search path,
+    // so that Python finds only the copies.
     let copy = "import sys, sysconfig, glob, shutil\n\
                 folder = sysconfig.get_config_var('DESTSHARED')\n\
                 for name in ['_csv', '_json', '_struct', '_heapq']:\n\

@@ -5,8 +5,8 @@
 //! call. A lookup takes no lock of ours, and a fork copies its result. Functions that a signal handler may call are looked up
 //! when the program sets its first handler ([`early`]).
 //!
-//! The functions have the ABI `C-unwind`, because many of them are cancellation points: `pthread_cancel` ends a thread that
-//! waits in one by unwinding its stack, through our frames as well.
+//! The functions have the ABI `C-unwind`, because many of them are cancellation points: if a thread waits in one, `pthread_cancel`
+//! ends the thread by unwinding its stack, including our frames.
 //!
 //! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This file
 //! declares the few functions that modules below `calls` use ([`declare!`]). Some of them have no hook at all, and the hooks of the

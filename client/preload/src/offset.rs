@@ -5,12 +5,12 @@
 //! 1. `own`, a word in this process's memory.
 //! 2. After the first fork: a word in memory that parent and children map ([`share`]).
 //! 3. Once the description has a *kernel copy* that is filled (see `exec_handoff`): the kernel's offset of that file. Another
-//! program may have the file open without this library, and then only the kernel knows how far that program has read.
+//!    program may have the file open without this library, and then only the kernel knows how far that program has read.
 //!
-//! An offset moves forward through these homes and never back. A word that has moved holds the way to the next home instead of an
-//! offset, so a thread that meets it follows. Each move is one atomic change, made when the next home is ready. So there are no
-//! locks and nobody waits: not for a thread that a fork left behind, not for a process that died, and not for a thread that the
-//! caller, a signal handler, has interrupted.
+//! An offset moves forward through these homes and never back. After a move, the old word tells the way to the next home, and a
+//! thread that reads the word follows. Each move is one atomic change, made when the next home is ready. So there are no locks, and
+//! nobody waits for a thread that a fork left behind, for a process that died, or for a thread that a signal handler has
+//! interrupted.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
@@ -144,7 +144,7 @@ impl Offset {
             let word = self.word();
             match word.load(Ordering::Acquire) {
                 IN_KERNEL => return self.kernel().is_none().then_some((word, LOST)),
-                // A fork of another thread has moved it since.
+                // Another thread's fork has moved the offset in the meantime.
                 value if has_moved(value) => {}
                 value => return Some((word, value)),
             }

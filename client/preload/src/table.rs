@@ -3,18 +3,18 @@
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!
 //! - `descriptors`, by number: a *word* that names a description, or 0.
-//! - `descriptions`, by index: slots with a reference count and a generation. A number holds one reference; so does every
-//!   [`Reference`] while a call uses the description.
+//! - `descriptions`, by index: slots with a reference count and a generation. Each number holds one
+//!   reference, and so does each [`Reference`], which a call holds while it uses the description.
 //!
 //! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
 //!
-//! Everything is an atomic in memory that never moves. A lookup in `read` costs one load where the number is not ours, a fork
-//! copies the tables as they are, and a signal handler, or a thread that a fork left behind, leaves nothing locked.
+//! Everything is an atomic in memory that never moves. A lookup in `read` costs one load if the number is not ours. A fork copies
+//! the tables as they are. Neither a signal handler nor a thread that a fork left behind leaves anything locked.
 //!
 //! A program can close one of our numbers by a system call that this library does not see, and the kernel then gives the number
 //! to another file. So the table is believed only after a look at what the kernel has at the number:
 //!
-//! - [`find`] and [`is_ours`] look each time, which costs two system calls where the table has the number, and nothing elsewhere.
+//! - [`find`] and [`is_ours`] look each time, which costs two system calls if the table has the number, and none otherwise.
 //! - [`find_early`] is for calls that give no bytes of the file, and that programs and runtimes make right after `open`: `fstat`,
 //!   `isatty`, `posix_fadvise`. It believes the table the first few times.
 //! - [`presume`] always believes the table. It is for `read` and `lseek`, which would become much slower otherwise.
@@ -340,8 +340,8 @@ pub(crate) fn find_early(number: RawFd) -> Option<Reference> {
     Some(open)
 }
 
-/// Returns the description that a word names, if the kernel has its placeholder or its kernel copy at the number. Otherwise the
-/// number was closed without calling our hooks, and is forgotten.
+/// Returns the description that a word names, if the kernel has the description's placeholder or kernel copy at the number.
+/// Otherwise the number was closed without calling our hooks, and is forgotten.
 #[cold]
 #[inline(never)]
 fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
@@ -391,8 +391,8 @@ fn forget_created(number: RawFd) {
     }
 }
 
-/// Returns whether a number is ours and open for reading. The kernel answers for all others, also for a place (`O_PATH`), whose
-/// placeholder it refuses to use in the same way.
+/// Returns whether a number is ours and open for reading. The kernel answers for all other numbers. It also answers for a place
+/// (`O_PATH`), because it refuses to use the placeholder just as it would refuse to use the place.
 pub(crate) fn is_open(number: RawFd) -> bool {
     find(number).is_some_and(|open| !open.is_place())
 }
