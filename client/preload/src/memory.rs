@@ -325,7 +325,7 @@ impl<'a> FromC<'a, *mut c_void> {
         if all.len() < len { Err(libc::EFAULT) } else { Ok(all) }
     }
 
-    /// Borrows the part of a caller's buffer before the first byte that cannot be written. Like the kernel, reads fill that part.
+    /// Borrows the part of a caller's buffer before the first byte that cannot be written. Reads fill that part, as in the kernel.
     ///
     /// # Errors
     ///

@@ -135,7 +135,7 @@ impl Placeholder {
     }
 }
 
-/// Returns whether each new number is certainly a duplicate of the placeholder, because it was checked.
+/// Returns whether each new number is checked, and therefore certainly a duplicate of the placeholder.
 #[inline]
 pub(crate) fn is_checked_each_time() -> bool {
     IS_SUSPECT.load(Ordering::Relaxed)

@@ -150,7 +150,7 @@ hook! {
     }
 }
 
-/// Answers the system call `getdents` about a directory of ours, which no function of the C library makes. `None` for others.
+/// Answers the system call `getdents`, which no function of the C library makes, for a directory of ours. `None` for others.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn old_getdents(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> Option<isize> {
     let open = table::find(descriptor)?;

@@ -193,7 +193,8 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
     let file = executable(view, path)?;
     let copy = kernel_copy::copy_of(view, &file)?;
-    // The kernel enforces the mode, and the namespace does not.
+    // The kernel enforces the copy's mode, but the namespace does not enforce the file's. So the owner may always read and run the
+    // copy.
     let mode = file.stat().permissions & 0o777 | 0o500;
     copy.set_permissions(Permissions::from_mode(mode)).map_err(|error| kernel_copy::errno_of(&error))?;
     Ok(copy)

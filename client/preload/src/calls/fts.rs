@@ -1,8 +1,8 @@
 //! `fts` below the prefix: a walk over our own directory calls.
 //!
 //! A program reads the structures of a walk directly, so [`Entry`] and [`Public`] have the layout of `FTSENT` and `FTS`. A mark
-//! among the options tells our walks from libc's. Our walks never change the working directory; libc's do so unless the program
-//! passes FTS_NOCHDIR, and programs must not depend on it.
+//! among the options tells our walks from libc's. Our walks never change the working directory. libc's walks do so unless the
+//! program passes FTS_NOCHDIR, but programs must not depend on that.
 //!
 //! Ownership: a walk owns its current entry, the directories above it, the entries still to be visited, and the children that
 //! `fts_children` has listed. Each entry is freed when the walk moves past it, or with the walk.

@@ -268,8 +268,8 @@ fn prepared(actions: Opaque, environment: Strings, spawn: impl FnOnce(Strings) -
     }
 }
 
-/// Calls a function that runs a shell with this process's own environment. During the call,
-/// the environment contains the working directory.
+/// Calls a function that runs a shell with this process's own environment. During the call, the environment contains the working
+/// directory.
 fn with_directory<R>(call: impl FnOnce() -> R) -> R {
     let Some(directory) = cwd::current().and_then(|directory| CString::new(directory).ok()) else {
         return call();

@@ -49,8 +49,8 @@ hook! {
         })
     }
 
-    // The names that programs have for old C libraries. Each calls the next function of its own name: fakeroot's `fstatat` calls
-    // `__fxstatat`, which would call `fstatat` again.
+    // The names that programs built for old C libraries use. Each passes calls on to the next function of its own name. Otherwise
+    // fakeroot's `fstatat` would call `__fxstatat`, and that would call `fstatat` again.
 
     fn __xstat | __xstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
         relative(HERE, path, out, 0, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(__xstat) {

@@ -1,8 +1,8 @@
 //! `FILE` streams over our files. They are libc's own streams with our functions below (`fopencookie`), so everything that
 //! reads from a stream works: `fread`, `getline`, `fscanf`, C++'s `ifstream`.
 //!
-//! libc gives such a stream no descriptor. We store ours where every other stream has one, for `fileno` and for programs that
-//! read that field without a call.
+//! libc gives such a stream no descriptor. We store our descriptor in the field where every other stream has its own, for `fileno`
+//! and for programs that read that field without a call.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};

@@ -141,7 +141,7 @@ extern "C" fn missing() -> c_long {
     memory::fail(libc::ENOSYS)
 }
 
-/// Calls of interest continue here. A hook may end the thread, if it is canceled.
+/// Calls of interest continue here. A hook may end the thread, if the thread is canceled.
 extern "C-unwind" fn dispatch(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let mut arguments = [a, b, c, d, e, f];
     for &at in descriptors::positions(number) {

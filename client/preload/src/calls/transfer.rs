@@ -18,9 +18,9 @@ use crate::table::{self, Reference};
 
 /// All flags of `splice` and `tee`.
 const SPLICE_FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
-/// Bytes that a pipe takes without waiting if `poll` says that it can be written to.
+/// The number of bytes that a pipe takes without waiting if `poll` says that the pipe can be written to.
 const PIPE_PART_LEN: usize = libc::PIPE_BUF;
-/// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
+/// The number of bytes that are moved at a time: as many as a pipe holds, so that an empty pipe takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
 hook! {
