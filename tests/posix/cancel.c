@@ -301,7 +301,7 @@ static void cancel(void (*task_run)(struct Task *), unsigned seed, long *reads) 
     void *result;
     CHECK(sem_init(&task.started, 0, 0) == 0 && pthread_create(&thread, NULL, run, &task) == 0);
     while (sem_wait(&task.started)) {}
-    /* At no time in particular: before the call, within it, or after many. */
+    /* The moment is random: before the call, within it, or after many calls. */
     for (volatile unsigned turns = rand_r(&seed) % 64 ? rand_r(&seed) % 20000 : 0; turns; turns--) {}
     if (rand_r(&seed) % 4 == 0) usleep(rand_r(&seed) % 300);
     CHECK(pthread_cancel(thread) == 0 && pthread_join(thread, &result) == 0);

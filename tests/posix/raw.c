@@ -1,7 +1,7 @@
 /* What happens to descriptors behind the C library's back: system calls by number, and system calls that no library sees.
  *
  *   raw calls ROOT           reads the tree by `syscall` alone
- *   raw reuse ROOT           closes descriptors of files and has the kernel give their numbers to other things
+ *   raw reuse ROOT           closes descriptors of files and lets the kernel give their numbers to other things
  *   raw kept ROOT PLAIN OWN  closes every descriptor but the standard ones, opens 900 others, and reads the tree
  *   raw high ROOT PLAIN OWN  looks for descriptors that it did not open, and puts its own on high numbers
  *
@@ -61,7 +61,7 @@ static unsigned long sum(const char *bytes, long len) {
     return sum;
 }
 
-/* Prints a call's result, and its error number if it failed, or if it changed that although it succeeded. */
+/* Prints a call's result, and `errno` if the call failed, or if it succeeded but changed `errno`. */
 #define SHOW(call)                                                                              \
     do {                                                                                        \
         errno = 77;                                                                             \
@@ -178,7 +178,7 @@ static void calls(void) {
 static void close_seen(int number) { syscall(SYS_close, number); }
 static void close_unseen(int number) { unseen(SYS_close, number, 0, 0, 0); }
 
-/* Ways to get a new descriptor, which is readable and has "socket" in it if it is a socket. The other end is `peer`. */
+/* Ways to get a new descriptor. If it is a socket, "socket" can be read from it, and `peer` is the other end. */
 static int peer;
 static int with_message(int pair[2]) {
     peer = pair[1];
@@ -242,7 +242,7 @@ static int by_mkstemp(void) {
 static int by_recvmsg(void) {
     int pair[2], number = -1;
     unseen(SYS_socketpair, AF_UNIX, SOCK_DGRAM, 0, (long)pair);
-    /* The lowest number is the one to be received, so the socket moves away. */
+    /* The received descriptor must get the lowest number, so the socket moves away. */
     int receiver = fcntl(pair[0], F_DUPFD, 100);
     int sent = fcntl(by_unseen(), F_DUPFD, 100), other = peer;
     for (int low = 3; low < 100; low++)
@@ -371,7 +371,7 @@ static int compare(const char *path, const struct stat *stat, int kind, struct F
 
 static int own_files[OWN];
 
-/* Opens a file of our own whose bytes are its number. `how` is a way to open it. */
+/* Opens a file of our own that contains its number. `how` selects a way to open it. */
 static int open_own(const char *folder, int number, int how) {
     char path[4096], bytes[16];
     snprintf(path, sizeof path, "%s/own-%d", folder, number);

@@ -80,7 +80,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     });
     match result {
         Ok(()) => {}
-        // Not `filled`: a fork may have moved the state to shared memory in the meantime.
+        // Not the variable `filled`: a fork may have moved the state to shared memory in the meantime.
         Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
     }
     result.map(|()| copy)
@@ -172,8 +172,8 @@ pub(crate) fn serve_standard_input(number: RawFd) {
     }
 }
 
-/// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
-/// child.
+/// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. If this process is a `vfork` child, `child` is
+/// its process id.
 pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
     let _deferral = cancellation::uninterrupted();
     let description = match child {
@@ -228,13 +228,13 @@ fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::
     Ok(copy)
 }
 
-/// Gives a kernel copy the flags of its description that a program can change.
+/// Sets the flags of a kernel copy that a program can change.
 fn put_flags(copy: &File, flags: i32) {
     let flags = flags & (libc::O_APPEND | libc::O_NOATIME | libc::O_NONBLOCK);
     next::fcntl_number(copy.as_raw_fd(), libc::F_SETFL, flags);
 }
 
-/// Gives a description's kernel copy, if there is one, the description's flags.
+/// Copies the flags that a program can change from a description to its kernel copy, if there is one.
 pub(crate) fn copy_flags(description: &Reference) {
     let _deferral = cancellation::uninterrupted();
     if let Some(copy) = description.offset.kernel_copy().and_then(|copy| copy.get().ok()) {

@@ -5,8 +5,8 @@
 //! each of its steps is one atomic change. So a signal handler, a thread that runs between two steps of another thread, and a
 //! forked child all find the heap in order.
 //!
-//! - A *block* has a length of a power of two, from [`UNIT`] to [`BLOCK_LEN_MAX`] bytes: its *class*. Anything longer gets a
-//!   mapping of its own.
+//! - The length of a *block* is a power of two, from [`UNIT`] to [`BLOCK_LEN_MAX`] bytes, and determines the block's *class*.
+//!   Anything longer gets a mapping of its own.
 //! - Blocks lie in *chunks* of [`CHUNK_LEN`] bytes, which are never unmapped. The first is part of the library's own memory, so
 //!   that a program which never uses the namespace maps nothing.
 //! - A *free list* holds the free blocks of one class. [`FREE`] has a list of each class in every shard, and a thread begins at

@@ -25,7 +25,7 @@ use crate::{cwd, table};
 pub(crate) enum Side<'a> {
     /// To the kernel's files.
     Kernel,
-    /// Into the namespace, by this absolute path with the prefix.
+    /// Into the namespace, at this absolute path, which begins with the prefix.
     Ours(Cow<'a, [u8]>),
 }
 
@@ -53,8 +53,8 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     if directory == libc::AT_FDCWD {
         return cwd::current();
     }
-    // The descriptor may be a file's, and nothing is below a file. The view finds the right error for the file's path with this
-    // path after it.
+    // The descriptor may be a file's, and nothing is below a file. The view finds the right error when this path follows the file's
+    // path.
     path_of(&*table::find(directory).filter(|open| !open.is_symlink())?)
 }
 

@@ -181,7 +181,7 @@ fn message_for(given: &CStr) -> Option<CString> {
     if let Some(rest) = given.strip_prefix(UNLOADABLE) {
         let (number, rest) = rest.split_at(rest.iter().position(|&byte| byte == b'/')?);
         let errno = std::str::from_utf8(number).ok()?.parse().ok()?;
-        // The linker's message ends with another reason.
+        // The message ends with the linker's reason, which is not the real one.
         let path = rest[1..].split(|&byte| byte == b':').next()?;
         let reason = memory::reason(errno);
         return CString::new([path, b": cannot open shared object file: ", reason.to_bytes()].concat()).ok();
@@ -207,7 +207,7 @@ hook! {
         // SAFETY: the linker's message, which lives until this thread asks for the next one.
         let message = unsafe { FromC::new(given.cast_const()) }.string().and_then(message_for);
         let Some(message) = message else { return given };
-        // A thread that ends has no room for the message.
+        // In a thread that is ending, there may be no room for the message.
         MESSAGE.try_with(|kept| {
             kept.replace(message);
             kept.borrow().as_ptr().cast_mut()
@@ -216,7 +216,7 @@ hook! {
     }
 }
 
-/// Replaces the path of a copy by the library's path in the namespace: a program looks for other files next to it.
+/// Replaces the path of a copy by the library's path in the namespace, because programs look for other files next to a library.
 fn rename(result: c_int, out: FromC<*mut Dl_info>) -> c_int {
     if result != 0
         && let Some(mut info) = out.get()

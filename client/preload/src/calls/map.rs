@@ -24,10 +24,10 @@ use crate::memory::{self, Failed, FromC};
 use crate::table::Reference;
 use crate::{kernel_copy, pages, table};
 
-/// The protection of memory about which [`pages`] has nothing to forget.
+/// The protection of memory that can be read and written, so that [`pages`] need not forget anything about it.
 const READ_WRITE: c_int = libc::PROT_READ | PROT_WRITE;
 
-/// The address of a mapping, which has a failure value of its own.
+/// The address of a mapping. Its failure value is `MAP_FAILED` instead of the null pointer.
 struct Mapped(*mut c_void);
 
 impl Failed for Mapped {
