@@ -50,7 +50,7 @@ struct Tables {
     descriptions: [Slot; DESCRIPTIONS_MAX],
 }
 
-/// The tables, which are never freed; null in a process that has not attached. They are not part of the library's own memory: a
+/// The tables, which are never freed; null in a process that has not attached. If they were part of the library's own memory, a
 /// process that locks all of its memory (`mlockall`) would need 28 MiB for them, even if it never uses the namespace.
 static TABLES: AtomicPtr<Tables> = AtomicPtr::new(null_mut());
 /// One more than the highest number that was ever ours.

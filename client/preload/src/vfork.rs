@@ -2,8 +2,8 @@
 //! program. What it closes and duplicates there must not change what this library knows about the parent's descriptors.
 //!
 //! Calls of `vfork` are therefore counted. While one is in progress, a function that would change shared records first asks
-//! [`child`] whether it runs in the parent or in a child. While no call is in progress, the question costs one load. A child's own copies of our
-//! numbers are noted on the parent's thread, which is the thread that the child runs on.
+//! [`child`] whether it runs in the parent or in a child. While no call is in progress, the question costs one load. A child's own
+//! copies of our numbers are noted on the parent's thread, which is the thread that the child runs on.
 //!
 //! The function `vfork` itself is in `calls/vfork.rs`.
 
