@@ -181,8 +181,8 @@ typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context)
 int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
 
 /* Local shuffle: calls `see` for each sample that this node owns in the dataset that contains `path`. The samples come in the
- * order in which they lie on the node's drives. The order is random and the same each time, and files read in this order are read at sequential speed. Over
- * all nodes, each sample occurs once. Returns what dayfly_epoch returns. */
+ * order in which they lie on the node's drives. The order is random and the same each time, and files read in this order are
+ * read at sequential speed. Over all nodes, each sample occurs once. Returns what dayfly_epoch returns. */
 int dayfly_local(dayfly *session, const char *path, dayfly_see_sample see, void *context);
 
 #ifdef __cplusplus

@@ -3,8 +3,8 @@
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!
 //! - `descriptors`, by number: a *word* that names a description, or 0.
-//! - `descriptions`, by index: slots with a reference count and a generation. Each number holds one
-//!   reference, and so does each [`Reference`], which a call holds while it uses the description.
+//! - `descriptions`, by index: slots with a reference count and a generation. Each number holds one reference, and so does each
+//!   [`Reference`], which a call holds while it uses the description.
 //!
 //! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
 //!

@@ -1,6 +1,6 @@
 //! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO instead of
-//! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when the program asks, and applied to
-//! every fault that is not ours, with its mask and its flags. Calls about other signals are passed on.
+//! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when the program asks, and
+//! applied to every fault that is not ours, with its mask and its flags. Calls about other signals are passed on.
 //!
 //! A program may block SIGBUS, like any signal. This library only notes that: a thread that blocks SIGBUS reads without mapped
 //! memory.
