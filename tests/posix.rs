@@ -243,9 +243,9 @@ fn the_namespace_is_read_only() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Its errors are those of a read-only mount on Linux: a write is EROFS, creating a path that exists is EEXIST, removing or
-/// renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV, and the prefix
-/// itself is EBUSY like a mount point."
+/// SEMANTICS: "Its errors are those of a read-only mount on Linux: a write is EROFS, creating a path that exists is EEXIST,
+/// removing or renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV,
+/// and the prefix itself is EBUSY like a mount point."
 #[test]
 fn calls_that_change_files_fail_as_on_a_read_only_mount() {
     let mounted = ["unshare", "-m", "sh", "-ec", "mount --bind $1 $1; mount -o remount,bind,ro $1; shift; exec \"$@\"", "sh"];
@@ -339,8 +339,8 @@ fn dayfly_env_makes_a_shells_children_part_of_the_session() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "If the server dies, blocks that the node holds are still read; other reads fail with EIO within the deadline, and one
-/// line is printed to standard error."
+/// SEMANTICS: "If the server dies, blocks that the node holds are still read; other reads fail with EIO within the deadline, and
+/// one line is printed to standard error."
 #[test]
 fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_deadline() {
     if !is_there("python3") {
@@ -545,8 +545,8 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program that is itself in the namespace runs from such a copy, and a script is run by its interpreter. A static CMD
-/// causes a warning."
+/// SEMANTICS: "A program that is itself in the namespace runs from such a copy, and a script is run by its interpreter. A static
+/// CMD causes a warning."
 #[test]
 fn a_static_program_causes_a_warning_and_a_script_in_the_namespace_runs() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());

@@ -1,6 +1,6 @@
 //! Compiles the C files, and binds the library to symbols that old C libraries have (see `src/compat.c`).
 
-/// Functions of which glibc has added new versions since 2.28. `compat.c` has a wrapper for each.
+/// glibc has added a new version of each of these functions since 2.28. `compat.c` has a wrapper for each.
 const WRAPPED: [&str; 7] =
     ["dlsym", "dlvsym", "gettid", "pthread_key_create", "pthread_key_delete", "pthread_setspecific", "pthread_testcancel"];
 
@@ -11,7 +11,7 @@ fn main() {
     for name in WRAPPED {
         println!("cargo:rustc-cdylib-link-arg=-Wl,--wrap={name}");
     }
-    // A hook that calls another one means ours, also if a library before this one has a function of that name.
+    // When a hook calls another hook, it reaches ours, even if a library before this one has a function of the same name.
     println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
     // Before glibc 2.34 the wrapped functions are in these two libraries.
     println!("cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2");

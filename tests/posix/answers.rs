@@ -42,8 +42,8 @@ fn program(ground: &Ground) -> PathBuf {
     compile(ground, "answers.c", &[library.to_str().unwrap(), &rpath])
 }
 
-/// Runs commands of `answers.c` over a plain directory and over the namespace, on a node that has the files and on one that does not,
-/// and compares what they print.
+/// Runs commands of `answers.c` over a plain directory and over the namespace, on a node that has the files and on one that does
+/// not, and compares what they print.
 fn compare(commands: &[&str]) {
     let (twin, expected) = twin(tree, |ground, root| {
         let program = program(ground);
@@ -52,7 +52,7 @@ fn compare(commands: &[&str]) {
     });
     let mut differences = Vec::new();
     for (command, expected) in commands.iter().zip(&expected) {
-        // A machine may not allow rings; then only that is compared.
+        // If a machine does not allow rings, the commands about rings print only that.
         assert!(expected.lines().count() > 5 || command.starts_with("kernel_"), "{command} printed too little: {expected}");
         for node in 0..2 {
             let found = run(&twin, node, command);
@@ -74,21 +74,22 @@ fn run(twin: &Twin, node: u16, command: &str) -> String {
     text(&output_of(command_line.arg(&program).arg(command).arg(&twin.root).current_dir(twin.cluster.work.path())).stdout)
 }
 
-/// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a kernel file
-/// behind the number."
+/// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
+/// kernel file behind the number."
 #[test]
-fn descriptors_in_the_messages_of_sendmmsg_are_files_for_their_receiver() {
+fn descriptors_sent_by_sendmmsg_are_files_for_their_receiver() {
     compare(&["messages"]);
 }
 
-/// SEMANTICS: "Asynchronous reads (aio_read, lio_listio, libaio's io_submit) find such a kernel file, which is made when the first one starts."
+/// SEMANTICS: "Asynchronous reads (aio_read, lio_listio, libaio's io_submit) find such a kernel file, which is made when the first
+/// one starts."
 #[test]
 fn asynchronous_reads_find_the_files() {
     compare(&["posix_aio", "kernel_aio", "kernel_ring"]);
 }
 
 #[test]
-fn asynchronous_reads_of_a_library_that_nobody_else_sees_find_the_files() {
+fn asynchronous_reads_by_a_locally_loaded_library_find_the_files() {
     let (twin, expected) = twin(tree, |ground, root| {
         let library = shared_library(ground, "libasync", &[]);
         let rpath = format!("-Wl,-rpath,{}", library.parent().unwrap().display());
@@ -107,8 +108,8 @@ fn asynchronous_reads_of_a_library_that_nobody_else_sees_find_the_files() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A process that has set up an io_uring gets a kernel file for each file of at most 64 MiB that it opens; of a larger file
-/// it is told in one line that its ring cannot read it."
+/// SEMANTICS: "A process that has set up an io_uring gets a kernel file for each file of at most 64 MiB that it opens; of a larger
+/// file it is told in one line that its ring cannot read it."
 #[test]
 fn a_file_that_is_too_large_for_a_ring_causes_a_line() {
     let (twin, _) = twin(tree, |ground, _| program(ground));
@@ -119,8 +120,8 @@ fn a_file_that_is_too_large_for_a_ring_causes_a_line() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program that is started without these variables, for example by env -i, finds nothing below the prefix, and nothing says
-/// so."
+/// SEMANTICS: "A program that is started without these variables, for example by env -i, finds nothing below the prefix, and
+/// nothing says so."
 #[test]
 fn a_program_without_the_environment_finds_nothing() {
     let (twin, ()) = twin(tree, |_, _| ());
@@ -142,8 +143,8 @@ fn a_descriptor_that_only_names_a_file_cannot_be_read() {
     compare(&["paths"]);
 }
 
-/// SEMANTICS: "A kernel file behind a number has the mode, the size and the modification time of the file in the namespace, and is open for
-/// reading only."
+/// SEMANTICS: "A kernel file behind a number has the mode, the size and the modification time of the file in the namespace, and is
+/// open for reading only."
 #[test]
 fn an_inherited_file_has_its_own_mode_and_cannot_be_written() {
     compare(&["inherit"]);
@@ -161,7 +162,8 @@ fn a_mapping_cannot_be_made_writable() {
     compare(&["maps"]);
 }
 
-/// SEMANTICS: "/dev/fd/N, and /proc/self/fd/N, /proc/PID/fd/N and the like for the process itself, lead to the file that is open at N."
+/// SEMANTICS: "/dev/fd/N, and /proc/self/fd/N, /proc/PID/fd/N and the like for the process itself, lead to the file that is open at
+/// N."
 #[test]
 fn links_to_descriptors_lead_to_the_files() {
     compare(&["links"]);

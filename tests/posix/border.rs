@@ -28,7 +28,7 @@ fn bad_pointers_give_what_they_give_on_a_plain_directory() {
     let program = twin.cluster.at("pointers");
     for node in 0..2 {
         let found = output_of(twin.exec_command(node).arg(&program).arg(&twin.root).arg(outside(&twin.cluster)));
-        // A bad buffer is no fault of the session, so nothing is said about one.
+        // A bad buffer is not a failure of the session, so no line is printed about it.
         assert_eq!(text(&found.stderr), "", "node {node}");
         let found = text(&found.stdout);
         let different: Vec<_> = expected.lines().zip(found.lines()).filter(|(expected, found)| expected != found).collect();
@@ -55,7 +55,7 @@ fn threads_are_canceled_in_any_call_and_nothing_is_lost() {
     let archive = ground.at("tree.tar");
     pack(&archive, &root, &["--format=posix"]);
     let prefix = root.to_str().unwrap().to_owned();
-    // The arena does not hold what the other node has, so reads ask for it again and again.
+    // The arena is too small for the other node's files, so reads ask for them again and again.
     let cluster = ground.up_with(2, &["--prefix", &prefix, "--memory", "32MiB"]);
     cluster.ok(&["tune", "--cache", "off"]);
     cluster.stage(&[&archive], &prefix);

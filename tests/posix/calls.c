@@ -518,7 +518,7 @@ static void children(void) {
     PRINT(posix_spawn_file_actions_destroy(&actions));
     PRINT(lseek(hidden, 0, SEEK_CUR) >= 0);
     fflush(stdout);
-    /* A program in a folder of the namespace that PATH names. */
+    /* Runs a program by its name, from a folder of the namespace that is in PATH. */
     char path[2 * PATH_MAX];
     snprintf(path, sizeof path, "%s:/usr/bin:/bin", root);
     setenv("PATH", path, 1);

@@ -74,7 +74,7 @@ static void wait_in_readv(struct Task *task) {
 static void wait_in_write(struct Task *task) {
     for (;;) CHECK(write(full_pipe[1], task->memory, 4096) > 0);
 }
-/* With a file of the folder, which the library writes to the pipe. */
+/* Splices a file of the folder, whose bytes the library writes to the pipe. */
 static void wait_in_splice(struct Task *task) {
     for (;;) {
         off_t from = 0;
@@ -92,7 +92,7 @@ static void wait_in_ppoll(struct Task *task) {
     struct pollfd entry = {.fd = pair[0], .events = POLLIN};
     ppoll(&entry, 1, NULL, NULL);
 }
-/* With a file of the folder among them that is not asked about. */
+/* Polls a pipe, along with a file of the folder for which no events are requested. */
 static void wait_in_poll_with_file(struct Task *task) {
     struct pollfd *entries = (void *)task->memory;
     entries[0] = (struct pollfd){.fd = one_file, .events = 0};
@@ -134,8 +134,8 @@ static void wait_in_accept(struct Task *task) {
     accept(task->descriptor, NULL, NULL);
 }
 
-/* glibc itself loses the descriptor of an open or a close that is canceled at the wrong moment (its bug 12683). So the threads below
- * cannot be canceled in calls of the kernel that open or close.
+/* glibc itself loses the descriptor of an open or a close that is canceled at the wrong moment (its bug 12683). So the
+ * threads below cannot be canceled in calls of the kernel that open or close.
  *
  * Opens, reads and closes files of the folder, some of which another node holds, until the thread is canceled. Between the calls
  * nothing else is a cancellation point, so cancellation must take effect in one of them. */
@@ -208,7 +208,7 @@ static void list_folder(struct Task *task) {
         pthread_setcancelstate(before, &before);
     }
 }
-/* Sends files. The call itself may not be canceled, but what comes after it must be. */
+/* Sends files. The thread must not be canceled in `sendfile`, but it must be canceled after it. */
 static void send_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -228,7 +228,7 @@ static void send_files(struct Task *task) {
     }
 }
 
-/* Moves files to another file, in calls that glibc lets be canceled. */
+/* Copies a file to another file, with a call that is a cancellation point in glibc. */
 static void move_files(struct Task *task) {
     char path[PATH_MAX];
     int before;
@@ -265,7 +265,7 @@ static void *run(void *argument) {
     task->memory = malloc(1 << 20);
     CHECK(sem_post(&task->started) == 0);
     task->run(task);
-    /* A call that returns although nothing has happened. */
+    /* The call has returned before the thread was canceled, so wait here. */
     for (;;) pause();
     pthread_cleanup_pop(0);
     return NULL;
@@ -301,7 +301,7 @@ static void cancel(void (*task_run)(struct Task *), unsigned seed, long *reads) 
     void *result;
     CHECK(sem_init(&task.started, 0, 0) == 0 && pthread_create(&thread, NULL, run, &task) == 0);
     while (sem_wait(&task.started)) {}
-    /* At no time in particular: before the call, within it, or after many. */
+    /* The moment is random: before the call, within it, or after many calls. */
     for (volatile unsigned turns = rand_r(&seed) % 64 ? rand_r(&seed) % 20000 : 0; turns; turns--) {}
     if (rand_r(&seed) % 4 == 0) usleep(rand_r(&seed) % 300);
     CHECK(pthread_cancel(thread) == 0 && pthread_join(thread, &result) == 0);

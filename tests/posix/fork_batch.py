@@ -1,6 +1,6 @@
 """Forks while it has a batch and an order. What the child does with its copies must not affect the parent.
 
-Arguments: files. Each is named by a number and consists of the byte that the number determines. The parent keeps views of the
+Arguments: files. Each is named by a number, which determines the one byte that fills the file. The parent keeps views of the
 first half open; parent and child read the second half. Prints "ended" after the parent has closed its batch and its order, and
 waits for the end of standard input.
 """

@@ -1,5 +1,5 @@
-/* Keeps a file open and mapped while its session goes down, then prints the results of reading it. In between, prints "ready" and waits for
- * a line on standard input. Usage: gone FILE */
+/* Keeps a file open and mapped while its session goes down, then prints the results of reading it. Before the session goes down,
+ * prints "ready" and waits for a line on standard input. Usage: gone FILE */
 
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,10 +1,10 @@
-/* What the kernel or another process gets in place of a descriptor of the namespace. Prints the same over a plain directory as over the
- * namespace. Usage: handoffs COMMAND FOLDER, where FOLDER has a file `list` and a folder `sub`.
+/* What the kernel or another process gets in place of a descriptor of the namespace. Prints the same over a plain directory as
+ * over the namespace. Usage: handoffs COMMAND FOLDER, where FOLDER has a file `list` and a folder `sub`.
  *
  *   numbers      calls by number that wait, list, or send
  *   constant     sends descriptors in control data that cannot be written
  *   directories  sends a directory's descriptor, and reads it asynchronously
- *   locked       locks its memory, which must be little
+ *   locked       locks its memory, and prints whether that is small
  *   pipes        splices into pipes that are full, not empty, or no pipes */
 
 #define _GNU_SOURCE
@@ -120,7 +120,7 @@ static void numbers(void) {
     PRINT(syscall(SYS_flock, file, 2));
 }
 
-/* Sends a descriptor in control data of which `protection` says whether it can be written. */
+/* Sends a descriptor. The control data is in memory with the given protection. */
 static int send_one(int number, int protection, int by) {
     char *page = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     struct iovec part = {"x", 1};
@@ -184,7 +184,7 @@ static void directories(void) {
     printf("%s %zd\n", strerrorname_np(aio_error(&request)), aio_return(&request));
     PRINT(lio_listio(LIO_WAIT, list, 1, NULL));
     printf("%s %zd\n", strerrorname_np(aio_error(&request)), aio_return(&request));
-    /* The program still lists it, and a child does. */
+    /* The program can still list the directory, and so can a child. */
     char bytes[4096];
     PRINT(syscall(SYS_getdents64, folder, bytes, sizeof bytes) > 100);
     PRINT(fstat(folder, &stat));
@@ -210,7 +210,7 @@ static void pipes(void) {
     PRINT(read(ends[0], bytes, sizeof bytes));
     printf("%.20s\n", bytes);
     PRINT(write(ends[1], page, sizeof page));
-    /* There is room for a part. */
+    /* There is room for a part of the bytes. */
     off_t from = 0;
     PRINT(splice(file, &from, ends[1], NULL, 8000, 0));
     printf("%ld\n", (long)from);
@@ -230,7 +230,8 @@ static void pipes(void) {
     PRINT(lseek(file, 0, SEEK_CUR));
 }
 
-/* Locks all of the memory, which makes it resident, before the folder is used and after. */
+/* Locks all of the memory, which makes it resident, before the folder is used. Prints whether the memory is small, and reads a
+ * file. */
 static void locked(const char *folder) {
     long pages = 0, resident = 0;
     if (mlockall(MCL_CURRENT) != 0) {

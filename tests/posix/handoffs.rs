@@ -26,10 +26,10 @@ fn prints_the_same(command: &str) {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask), and
-/// descriptors of other processes (pidfd_getfd)."
+/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask),
+/// and descriptors of other processes (pidfd_getfd)."
 #[test]
-fn calls_by_number_wait_list_and_send() {
+fn system_calls_by_number_can_wait_and_list_and_send() {
     prints_the_same("numbers");
 }
 
@@ -46,11 +46,11 @@ fn a_directory_that_the_kernel_or_another_process_gets_is_a_directory() {
 }
 
 #[test]
-fn a_file_is_spliced_into_what_is_free_in_a_pipe() {
+fn splice_fills_the_free_part_of_a_pipe() {
     prints_the_same("pipes");
 }
 
 #[test]
-fn a_program_that_locks_its_memory_has_no_more_than_a_few_mib_of_the_library() {
+fn a_program_that_locks_all_its_memory_stays_small() {
     prints_the_same("locked");
 }

@@ -1,8 +1,9 @@
-/* A library to be preloaded beside ours that, like fakeroot's, has the functions of `stat` under the names for new programs, and
- * calls those for old programs, which it also has. It adds 1000 to the owner of every file. */
+/* A library to be preloaded beside ours. Like fakeroot's library, it defines the functions of `stat` under their names for new
+ * programs. These call the ones with the names for old programs, which it defines as well. It adds 1000 to the owner of every
+ * file. */
 
 #define _GNU_SOURCE
-/* Otherwise the header declares the names for large files with a type of their own. */
+/* Without these lines, the header declares the functions for large files with a type of their own. */
 #undef _LARGEFILE64_SOURCE
 #define stat64 header_stat64
 #define fstat64 header_fstat64
@@ -48,7 +49,7 @@ int fstatat(int directory, const char *path, struct stat *out, int flags) {
     return __fxstatat(1, directory, path, out, flags);
 }
 
-/* The names of programs that are compiled for large files. */
+/* The names that are used by programs compiled for large files. */
 
 int fstat64(int descriptor, struct stat *out) {
     return fstat(descriptor, out);

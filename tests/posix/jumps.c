@@ -1,7 +1,7 @@
-/* Jumps out of a signal handler, by `siglongjmp`, in the middle of calls on the namespace, and checks that afterward everything works
- * as before: files have the right bytes, the signal mask and the cancellation state are the program's, no number is lost beyond those
- * that a plain directory loses, and memory does not grow without bound. POSIX allows such a jump where the handler has interrupted
- * functions that are async-signal-safe.
+/* Jumps out of a signal handler, by `siglongjmp`, in the middle of calls on the namespace, and checks that afterward everything
+ * works as before: files have the right bytes, the signal mask and the cancellation state are the program's, no more numbers are
+ * lost than over a plain directory, and memory does not grow without bound. POSIX allows such a jump where the handler has
+ * interrupted functions that are async-signal-safe.
  *
  * Usage: jumps JUMPS FOLDER PLAIN, where FOLDER has files named 0, 1, ... and PLAIN is a plain copy. */
 
@@ -105,7 +105,7 @@ static int open_numbers(void) {
     return count;
 }
 
-/* Jumps so many times, and checks after each jump what must hold at once. */
+/* Jumps `count` times. After each jump, checks what must hold right away. */
 static void jump(int count) {
     for (volatile int i = 0; i < count; i++) {
         if (sigsetjmp(back, 1) == 0) {
@@ -169,7 +169,7 @@ int main(int count, char **arguments) {
     for (int which = 0; which < files; which++) compare(which);
     take_high_numbers();
     for (int which = 0; which < files; which++) compare(which);
-    /* Another thread, and that one can be canceled. */
+    /* Another thread still works, and can be canceled. */
     pthread_t thread;
     void *result;
     pthread_create(&thread, NULL, run_thread, NULL);
@@ -179,7 +179,7 @@ int main(int count, char **arguments) {
     if (result != PTHREAD_CANCELED) wrong("canceled", 0);
     fprintf(stderr, "%d numbers, %ld KiB\n", numbers, grown);
     if (grown > 32 << 10) wrong("KiB of memory", grown);
-    /* A handler that runs when `open` has just returned takes the number with it, as over a plain directory. */
+    /* If a handler jumps when `open` has just returned, the number is lost, as over a plain directory. */
     if (numbers > jumps / 4) wrong("numbers", numbers);
     printf("%d jumps\n", jumps);
     return 0;

@@ -8,7 +8,8 @@ use crate::harness::{Ground, output_of, pack, text};
 /// The number of jumps on each node.
 const JUMPS: &str = "2000";
 
-/// SEMANTICS: "A handler may leave by siglongjmp: the call that it interrupted does not continue, and all later calls work as before."
+/// SEMANTICS: "A handler may leave by siglongjmp: the call that it interrupted does not continue, and all later calls work as
+/// before."
 #[test]
 fn a_handler_that_jumps_out_of_a_call_leaves_everything_in_order() {
     let ground = Ground::new();
@@ -22,7 +23,7 @@ fn a_handler_that_jumps_out_of_a_call_leaves_everything_in_order() {
     let archive = ground.at("tree.tar");
     pack(&archive, &root, &["--format=posix"]);
     let prefix = root.to_str().unwrap().to_owned();
-    // The arena does not hold what the other node has, so reads ask for it again and again.
+    // The arena is too small for the other node's files, so reads ask for them again and again.
     let cluster = ground.up_with(2, &["--prefix", &prefix, "--memory", "32MiB"]);
     cluster.ok(&["tune", "--cache", "off"]);
     cluster.stage(&[&archive], &prefix);

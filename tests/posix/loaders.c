@@ -64,7 +64,7 @@ int main(int count, char **arguments) {
     void *group = dlmopen(LM_ID_NEWLM, at("alone.so"), RTLD_NOW);
     printf("dlmopen %d %d\n", group != NULL, call(group, "alone"));
 
-    /* A library outside names the folder in which the linker finds what it loads by a plain name. */
+    /* A library outside the tree names a folder. The linker looks there for a library that it loads by a plain name. */
     void *outside = count > 2 ? dlopen(arguments[2], RTLD_NOW) : NULL;
     printf("from outside %d\n", call(outside, "load_neighbor"));
     printf("an own handle %d\n", dlopen(NULL, RTLD_NOW) != NULL);

@@ -1,4 +1,4 @@
-//! What the dynamic linker loads, and programs for which this library is not made: they start, and are told.
+//! What the dynamic linker loads, and programs for which this library was not made: they start all the same.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -42,8 +42,8 @@ fn libraries(root: &Path) {
     );
 }
 
-/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those in
-/// the namespace in folders that DT_RUNPATH or DT_RPATH names."
+/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those
+/// in the namespace in folders that DT_RUNPATH or DT_RPATH names."
 #[test]
 fn dlopen_loads_libraries_from_the_namespace_as_from_a_plain_directory() {
     let outside = |folder: &Path| {
@@ -75,7 +75,8 @@ fn python_imports_extension_modules_from_the_namespace() {
     if !is_there("python3") {
         return;
     }
-    // Copies extension modules of the interpreter's own library, under which they are not found again.
+    // Copies extension modules of the interpreter's own library. The script below takes that library's folder off the search path,
+    // so that Python finds only the copies.
     let copy = "import sys, sysconfig, glob, shutil\n\
                 folder = sysconfig.get_config_var('DESTSHARED')\n\
                 for name in ['_csv', '_json', '_struct', '_heapq']:\n\
@@ -128,7 +129,7 @@ fn python_imports_packages_that_bring_their_own_libraries() {
     twin.cluster.down();
 }
 
-/// A program that reads a file and lists a folder, with its mistakes in memory found by a sanitizer, if it has one.
+/// A program that reads a file and lists a folder. A sanitizer, if the program is built with one, finds its mistakes in memory.
 const READER: &str = "#include <dirent.h>\n#include <fcntl.h>\n#include <stdio.h>\n#include <string.h>\n#include <unistd.h>\n\
     int main(int count, char **arguments) {\n\
         char line[100] = \"\";\n\
@@ -231,7 +232,7 @@ fn a_library_like_fakeroots_works_before_this_library_and_after_it() {
     twin.cluster.down();
 }
 
-/// Neither library may pass a call back to the other for ever.
+/// Neither library may pass a call back to the other forever.
 #[test]
 fn a_preloaded_library_that_makes_system_calls_by_number_works_beside_this_one() {
     if !is_there("python3") {

@@ -1,5 +1,5 @@
-/* Reads a file through plugin.so, which alone knows libaio's and liburing's functions: this program is linked to neither, and loads
- * the library so that no other library finds its dependencies. Usage: local PLUGIN FILE */
+/* Reads a file through plugin.so. Only plugin.so is linked to libaio and liburing, and this program loads it in such a way that no
+ * other library finds the functions of these two. Usage: local PLUGIN FILE */
 
 #include <dlfcn.h>
 #include <fcntl.h>

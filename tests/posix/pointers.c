@@ -60,7 +60,7 @@ static char *path_of(const char *folder, const char *name) {
     return path;
 }
 
-/* Opens, notes whether that worked, and closes. */
+/* Returns whether a descriptor was opened, and closes it. */
 static int opened(int descriptor) {
     if (descriptor < 0) return -1;
     close(descriptor);
@@ -74,7 +74,7 @@ static char *pages(int count) {
     return start;
 }
 
-/* Calls that take a path, with one that cannot be read, or that is cut off by a page that cannot. */
+/* Calls that take a path. `p` cannot be read, or is cut off by a page that cannot be read. */
 static void paths(const char *p, int directory) {
     const char *file = path_of(root, "list"), *new = path_of(root, "new"), *far = path_of(outside, "new");
     struct stat s;
@@ -331,7 +331,7 @@ static void constant(int file) {
     TRY(entries[0].fd == file);
 }
 
-/* Paths at the end of a page before one that cannot be read, and paths that are too long. */
+/* Paths at the end of a page, where the next page cannot be read, and paths that are too long. */
 static void edges(const char *folder, int directory) {
     char *start = pages(3), *end = start + 3 * PAGE;
     char *good = path_of(folder, "list");
@@ -357,7 +357,7 @@ static void edges(const char *folder, int directory) {
         TRY(opened(open(p, O_RDONLY)));
         TRY(mkdir(p, 0700));
     }
-    /* A page that was good for a path, and then is not. */
+    /* A page that can be read at first, and later not. */
     char *page = pages(1);
     strcpy(page + 100, good);
     TRY(stat(page + 100, &s));
@@ -387,7 +387,7 @@ int main(int count, char **arguments) {
     struct sigaction action = {.sa_handler = on_crash, .sa_flags = SA_NODEFER};
     sigaction(SIGSEGV, &action, NULL);
     sigaction(SIGBUS, &action, NULL);
-    /* Close-on-exec, because the calls of `exec` would put files of the kernel in their place. */
+    /* Close-on-exec, because the calls of `exec` would put kernel files in place of these descriptors. */
     int directory = open(root, O_RDONLY | O_DIRECTORY | O_CLOEXEC), file = open(path_of(root, "list"), O_RDONLY | O_CLOEXEC);
     if (directory < 0 || file < 0) return 3;
 
@@ -396,7 +396,7 @@ int main(int count, char **arguments) {
     char *gone = mmap((void *)0x10000000000, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
     munmap(gone, PAGE);
     mprotect(constant_page, PAGE, PROT_READ);
-    /* Files that ended after they were mapped: SIGBUS, or EFAULT from the kernel. */
+    /* The file is cut off after it was mapped: the page gives SIGBUS, or EFAULT from the kernel. */
     int short_file = memfd_create("short", 0);
     if (ftruncate(short_file, 2 * PAGE)) abort();
     char *cut_off = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, short_file, 0);
@@ -405,7 +405,7 @@ int main(int count, char **arguments) {
     cut_off += PAGE;
     char *strings = pages(2), *end = strings + 2 * PAGE;
     memset(strings, 'a', 2 * PAGE);
-    /* Begin like paths of the folder, and of another one, and are cut off. */
+    /* Strings that begin like a path in the folder, or in another folder, and are cut off. */
     char *inside_cut = strings + 2 * PAGE - 200, *outside_cut = pages(1) + PAGE - 200;
     memset(inside_cut, '/', 200), memset(outside_cut, '/', 200);
     memcpy(inside_cut, root, strlen(root)), memcpy(outside_cut, outside, strlen(outside));

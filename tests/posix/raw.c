@@ -1,7 +1,7 @@
 /* What happens to descriptors behind the C library's back: system calls by number, and system calls that no library sees.
  *
  *   raw calls ROOT           reads the tree by `syscall` alone
- *   raw reuse ROOT           closes descriptors of files and has the kernel give their numbers to other things
+ *   raw reuse ROOT           closes descriptors of files and lets the kernel give their numbers to other things
  *   raw kept ROOT PLAIN OWN  closes every descriptor but the standard ones, opens 900 others, and reads the tree
  *   raw high ROOT PLAIN OWN  looks for descriptors that it did not open, and puts its own on high numbers
  *
@@ -61,7 +61,7 @@ static unsigned long sum(const char *bytes, long len) {
     return sum;
 }
 
-/* Prints a call's result, and its error number if it failed, or if it changed that although it succeeded. */
+/* Prints a call's result, and `errno` if the call failed, or if it succeeded but changed `errno`. */
 #define SHOW(call)                                                                              \
     do {                                                                                        \
         errno = 77;                                                                             \
@@ -162,7 +162,7 @@ static void calls(void) {
     SHOW(syscall(SYS_getcwd, bytes, sizeof bytes));
     SHOW(syscall(SYS_faccessat, AT_FDCWD, "f2", R_OK));
     SHOW(syscall(SYS_getppid) == getppid());
-    /* Six arguments, of a call that is passed on. */
+    /* A call with six arguments, which is passed on. */
     char from[8] = "passed", to[8] = "";
     struct iovec source = {from, 7}, target = {to, 7};
     SHOW(syscall(SYS_process_vm_readv, (long)getpid(), &target, 1L, &source, 1L, 0L));
@@ -178,7 +178,7 @@ static void calls(void) {
 static void close_seen(int number) { syscall(SYS_close, number); }
 static void close_unseen(int number) { unseen(SYS_close, number, 0, 0, 0); }
 
-/* Ways to get a new descriptor, which is readable and has "socket" in it if it is a socket. The other end is `peer`. */
+/* Ways to get a new descriptor. If it is a socket, "socket" can be read from it, and `peer` is the other end. */
 static int peer;
 static int with_message(int pair[2]) {
     peer = pair[1];
@@ -242,7 +242,7 @@ static int by_mkstemp(void) {
 static int by_recvmsg(void) {
     int pair[2], number = -1;
     unseen(SYS_socketpair, AF_UNIX, SOCK_DGRAM, 0, (long)pair);
-    /* The lowest number is the one to be received, so the socket moves away. */
+    /* The received descriptor must get the lowest number, so the socket moves away. */
     int receiver = fcntl(pair[0], F_DUPFD, 100);
     int sent = fcntl(by_unseen(), F_DUPFD, 100), other = peer;
     for (int low = 3; low < 100; low++)
@@ -264,8 +264,8 @@ static int by_recvmsg(void) {
     return number;
 }
 
-/* Shows what a descriptor is, by calls that would answer otherwise for a file of the namespace. `reads` says whether to begin
- * with `read`, which does not notice what no library saw. */
+/* Shows what a descriptor is, by calls that would give other results for a file of the namespace. `reads` says whether to
+ * begin with `read`, which does not notice a system call that no library saw. */
 static void show(int number, int reads) {
     char bytes[64] = {0};
     struct stat stat;
@@ -315,8 +315,8 @@ static void reuse(void) {
     };
     for (int closer = 0; closer < 2; closer++)
         for (int maker = 0; maker < (int)(sizeof makers / sizeof *makers); maker++) {
-            /* Every number that the maker may get was that of a file. Each is asked about a few times, so that
-             * nothing is believed because it is new. */
+            /* Every number that the maker may get was the number of a file before. `fstat` asks about each file
+             * a few times, so that the library does not believe its table because the file is new. */
             struct stat stat;
             for (int number = 3; number < 40; number++)
                 if (open(at("sub/f1"), O_RDONLY) != number)
@@ -371,7 +371,7 @@ static int compare(const char *path, const struct stat *stat, int kind, struct F
 
 static int own_files[OWN];
 
-/* Opens a file of our own whose bytes are its number. `how` is a way to open it. */
+/* Opens a file of our own that contains its number. `how` selects a way to open it. */
 static int open_own(const char *folder, int number, int how) {
     char path[4096], bytes[16];
     snprintf(path, sizeof path, "%s/own-%d", folder, number);
@@ -400,7 +400,7 @@ static int spoiled(const char *folder, int count) {
     return spoiled;
 }
 
-/* Waits until the one who started us has done something. */
+/* Waits until the test that started this program has done its part. */
 static void wait_for_word(void) {
     char word[16];
     printf("ready\n");

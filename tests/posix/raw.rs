@@ -45,8 +45,8 @@ fn a_number_closed_behind_the_library_s_back_belongs_to_the_kernel() {
     prints_the_same("reuse");
 }
 
-/// Runs `raw.c kept`, does something after the program has read the namespace for the first time, and returns what it prints
-/// afterward.
+/// Runs `raw.c kept`, calls `meanwhile` after the program has read the namespace for the first time, and returns what the program
+/// prints afterward.
 fn without_descriptors(how: &str, meanwhile: impl FnOnce(&Twin)) -> (String, String) {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let program = compile(&twin.cluster, "raw.c", &[]);
@@ -76,8 +76,8 @@ fn without_descriptors(how: &str, meanwhile: impl FnOnce(&Twin)) -> (String, Str
 /// impossible, calls that need it fail with EIO."
 #[test]
 fn a_program_that_closes_the_library_s_descriptors_gets_right_bytes_and_keeps_its_own_files() {
-    // The program's own files come from `open`, `fopen`, and a system call that no library sees; in the last round it closes all by
-    // `syscall`.
+    // The program's own files come from `open`, `fopen`, and a system call that no library sees; in the last round, the program
+    // closes all descriptors by `syscall`.
     for how in ["0", "1", "2", "3"] {
         let (found, failures) = without_descriptors(how, |_| ());
         let expected = " wrong, 0 spoiled\n0 could not be closed\n";

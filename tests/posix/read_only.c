@@ -131,7 +131,7 @@ int main(int count, char **arguments) {
             char name[64], path[PATH_MAX];
             snprintf(name, sizeof name, "%s%s", names[i], ends[j]);
             snprintf(path, sizeof path, "%s%s%s", root, *names[i] ? "/" : "", name);
-            /* A file that cannot be there after the test: the link that leads out is only looked at. */
+            /* This path leads out through a link, so only calls are made that leave no new file behind. */
             if (!strncmp(name, "leaving", 7)) {
                 print_result("exclusive", path, open(path, O_CREAT | O_EXCL | O_WRONLY, 0600));
                 print_result("make_directory", path, mkdir(path, 0700));

@@ -1,6 +1,6 @@
 /* The library's own descriptors look closed: every call about them has the result that it has for a closed number.
  *
- *   reserved closed ROOT PLAIN   finds the descriptors past the library, and makes every call about each of them
+ *   reserved closed ROOT PLAIN   finds these descriptors without the library, and makes every call about each
  *   reserved low ROOT PLAIN      uses the namespace while the limit on descriptors is low
  *
  * PLAIN is a directory with the same files as ROOT. */
@@ -394,7 +394,7 @@ static int every_call(int fd, struct outcome *rows) {
     return count;
 }
 
-/* Makes every call about every descriptor of the library's, and returns how many these were. */
+/* Makes every call about each of the library's descriptors, and returns their number. */
 static int check(const char *mine) {
     static char is_open[NUMBERS];
     struct outcome expected[ROWS], found[ROWS];
@@ -469,7 +469,7 @@ static void low(void) {
         close(number);
     nftw(plain, compare, 10, FTW_PHYS);
     printf("%ld files, %ld wrong\n", files, wrong);
-    /* Where the hard limit is low as well, the namespace works with what there is. */
+    /* If the hard limit is low as well, the namespace works with the numbers that there are. */
     fflush(stdout);
     if (!fork()) {
         struct rlimit hard = {40, 40};

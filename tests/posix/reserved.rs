@@ -20,8 +20,8 @@ fn run(mode: &str) -> (String, Vec<String>) {
     (expected, found)
 }
 
-/// SEMANTICS: "The library's own descriptors have high numbers, and look closed to the program: every call of the C library or of syscall
-/// that names one is EBADF (poll says POLLNVAL), and the files of the namespace stay as they are."
+/// SEMANTICS: "The library's own descriptors have high numbers, and look closed to the program: every call of the C library or of
+/// syscall that names one is EBADF (poll says POLLNVAL), and the files of the namespace stay as they are."
 #[test]
 fn no_call_reaches_the_library_s_descriptors() {
     let (expected, found) = run("closed");
@@ -32,8 +32,8 @@ fn no_call_reaches_the_library_s_descriptors() {
     }
 }
 
-/// SEMANTICS: "A low soft limit on descriptors is raised for the moment in which the library's own get their numbers, if the hard limit
-/// allows; otherwise they take some of the program's numbers."
+/// SEMANTICS: "A low soft limit on descriptors is raised for the moment in which the library's own get their numbers, if the hard
+/// limit allows; otherwise they take some of the program's numbers."
 #[test]
 fn a_low_limit_leaves_the_program_its_numbers() {
     let (expected, found) = run("low");

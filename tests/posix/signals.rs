@@ -10,7 +10,8 @@ use super::{STRESS_SECONDS, compile};
 /// The path of the files in the namespace.
 const ROOT: &str = "/dayfly/signals";
 
-/// Number and size of each file: on both nodes there are some that a server sends in one message, in several, or not at all.
+/// Number and size of each file. Both nodes have files of each kind: those that a server sends in one message, in several, or not
+/// at all.
 fn files() -> impl Iterator<Item = (u32, usize)> {
     let small = (0..60).map(|number| (number, 1000 + number as usize * 67));
     let middle = (60..76).map(|number| (number, 110_000 + number as usize));
@@ -31,8 +32,8 @@ struct Signals {
 }
 
 impl Signals {
-    /// Starts a session in which files of the other node stay there: nothing is cached on drives, and the memory for them is less
-    /// than they need.
+    /// Starts a session in which the files of the other node stay there: nothing is cached on drives, and the arena is smaller than
+    /// these files.
     fn new() -> Self {
         let ground = Ground::new();
         let (plain, archive, list) = (ground.at("plain"), ground.at("plain.tar"), ground.at("list"));

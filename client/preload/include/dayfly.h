@@ -93,13 +93,13 @@ int dayfly_list(dayfly *session, const char *path, int (*see)(const char *name, 
 
 /* ---- Many files ----
  *
- * Both ways below ask for all files that are not on this node with one message, which is much faster than a call per file. */
+ * Both ways below send one message for all files that are not on this node, which is much faster than a call per file. */
 
-/* Flag: a file that cannot be read gets an error of its own, and the others are read. Without it, the first such file fails the
- * whole call or batch. */
+/* Flag: a file that cannot be read gets an error of its own, and the others are read. Without the flag, the first such file fails
+ * the whole call or batch. */
 #define DAYFLY_REPORT_MISSING 1
-/* Flag: a batch delivers files as they become available, those on this node first. Without it, it delivers them in the
- * requested order. */
+/* Flag: a batch delivers files as they become available, those on this node first. Without the flag, the batch delivers
+ * them in the requested order. */
 #define DAYFLY_AS_AVAILABLE 2
 
 /* A file for dayfly_read_many. */
@@ -107,15 +107,15 @@ struct dayfly_request {
     const char *path; /* in: the file */
     void *buffer;     /* in: where its bytes go */
     size_t len;       /* in: room in the buffer */
-    int64_t result;   /* out: the file's size, even if the buffer was too small for all of it; or minus an errno */
+    int64_t result;   /* out: the file's size, even if the buffer was too small for it; or minus an errno */
 };
 
-/* Reads whole files into buffers, each up to the length of its buffer. Returns the number of files that failed, which is 0
+/* Reads files into buffers. A file that is longer than its buffer is cut off. Returns the number of files that failed, which is 0
  * without DAYFLY_REPORT_MISSING. */
 ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
 
-/* Whole files that a program looks at without a copy: in the node's storage, or in the server's memory. The views stay until the
- * batch is closed, except as dayfly_batch_is_good says. */
+/* Whole files that a program looks at without a copy: in the node's storage, or in the server's memory. Closing the batch ends
+ * all its views. Until then, dayfly_batch_is_good says whether their bytes are right. */
 typedef struct dayfly_batch dayfly_batch;
 
 /* A view of one file of a batch. */
@@ -126,10 +126,10 @@ struct dayfly_view {
     int error;         /* 0, or the errno of a file that cannot be read */
 };
 
-/* Begins to read files, given by their paths. */
+/* Begins to read the files at these paths. */
 dayfly_batch *dayfly_batch_open(dayfly *session, const char *const *paths, size_t count, int flags);
 
-/* Begins to read files, given by their numbers (see dayfly_id) in the dataset that contains `path`. */
+/* Begins to read the files with these numbers (see dayfly_id) in the dataset that contains `path`. */
 dayfly_batch *dayfly_batch_open_ids(dayfly *session, const char *path, const uint32_t *ids, size_t count, int flags);
 
 /* Waits for the next file. Returns 1 and fills in `out`, or returns 0 after the last file. The view is valid until the next call
@@ -142,11 +142,11 @@ int dayfly_batch_wait(dayfly_batch *batch);
 /* Fills in the view of the file at `index`. Returns 0. Fails with ENOENT if there is no such file. */
 int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
 
-/* Returns 1 if all bytes that were looked at so far were right. Returns 0 if they may have been wrong:
+/* Returns 1 if all bytes that the program has looked at so far were right. Returns 0 if they may have been wrong:
  *
  * - They may have been zeros if the session has ended, a dataset was replaced or a drive has failed in the meantime.
- * - They may have been any bytes if the server took their memory back, which it does if other
- *   clients have waited for it for a long time. Read these files again.
+ * - They may have been any bytes if the server took back the memory that held them. The server does so if other clients have
+ *   waited for memory for a long time. Read these files again.
  *
  * Call it after the last look at a view, and before relying on the result. */
 int dayfly_batch_is_good(const dayfly_batch *batch);
@@ -156,16 +156,16 @@ void dayfly_batch_close(dayfly_batch *batch);
 
 /* ---- Order ---- */
 
-/* An announced order: files that this process will read next, with any functions. The server fetches them ahead of the
+/* An announced order: the files that this process will read next, by any functions. The server fetches them ahead of the
  * reader. An order lasts until dayfly_order_end or the end of the process. Reading in another order is correct, but slower. */
 typedef struct dayfly_order dayfly_order;
 
-/* Announces the order of dayfly_epoch, of which this process reads the samples reader, reader + readers, reader + 2 * readers and
- * so on. */
+/* Announces that this process will read every `readers`-th sample of the order of dayfly_epoch: those at the positions
+ * reader, reader + readers, reader + 2 * readers and so on, from 0. */
 dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, uint32_t reader,
                                  uint32_t readers);
 
-/* Announces any order of files of one dataset. Fails with EXDEV if they belong to several. */
+/* Announces files of one dataset, in any order. Fails with EXDEV if the files belong to several datasets. */
 dayfly_order *dayfly_order_files(dayfly *session, const char *const *paths, size_t count);
 
 /* Withdraws an order. */
@@ -176,13 +176,13 @@ typedef int (*dayfly_see_sample)(const char *path, uint64_t size, void *context)
 
 /* Global shuffle: calls `see` for every sample of the dataset that contains `path`, in a random order that depends on `seed` and
  * `epoch` only, so that it is the same on every node. With n readers, reader r takes every n-th sample from the r-th on (from 0).
- * Files of one group (`dayfly stage-in --group`) follow each other; to keep a group at one reader, count groups instead of
- * files. Returns 0, or the result of `see` that ended the calls. */
+ * Files of one group (`dayfly stage-in --group`) follow each other. To give all files of a group to one reader, count groups
+ * instead of files. Returns 0, or the result of `see` that ended the calls. */
 int dayfly_epoch(dayfly *session, const char *path, uint64_t seed, uint64_t epoch, dayfly_see_sample see, void *context);
 
-/* Local shuffle: calls `see` for the samples of that dataset that this node owns, in the order in which they lie on its drives.
- * The order is random, the same each time, and reads at sequential speed. Over all nodes, each sample occurs once. Returns as
- * dayfly_epoch does. */
+/* Local shuffle: calls `see` for each sample that this node owns in the dataset that contains `path`. The samples come in the
+ * order in which they lie on the node's drives. The order is random and the same each time, and files read in this order are
+ * read at sequential speed. Over all nodes, each sample occurs once. Returns what dayfly_epoch returns. */
 int dayfly_local(dayfly *session, const char *path, dayfly_see_sample see, void *context);
 
 #ifdef __cplusplus

@@ -19,9 +19,9 @@ use crate::memory::{Errno, FromC};
 use crate::stat_form::kernel_form;
 use many::{FileRequest, SampleView};
 
-/// A program's function for a sample: its path, its size in bytes, and the program's context.
+/// A function of the program that is called with a sample's path, the sample's size in bytes, and the program's context.
 type VisitSample = Option<extern "C" fn(*const c_char, u64, *mut c_void) -> c_int>;
-/// A program's function for a directory entry: its name, its type, and the program's context.
+/// A function of the program that is called with a directory entry's name, the entry's type, and the program's context.
 type VisitEntry = Option<extern "C" fn(*const c_char, c_uchar, *mut c_void) -> c_int>;
 
 /// Borrows the object behind a handle.
@@ -60,7 +60,7 @@ macro_rules! header {
     )*};
 }
 
-/// A session whose batches and orders live as long as the program keeps it open.
+/// A session's handle, for functions whose results keep using the session. The program closes these results before it detaches.
 type SessionHandle = FromC<'static, *const View>;
 
 header! {
@@ -234,8 +234,8 @@ fn first_nonzero(mut results: impl Iterator<Item = Result<c_int, Fault>>) -> Res
     results.find(|result| !matches!(result, Ok(0))).unwrap_or(Ok(0))
 }
 
-/// Calls the program's function for samples of the dataset that contains `path`. `order` chooses the samples and their order:
-/// it calls its last argument for each.
+/// Calls the program's function for samples of the dataset that contains `path`. `order` chooses the samples and their order, and
+/// calls its last argument for each of them.
 fn visit_samples(
     view: &View,
     path: &[u8],

@@ -1,7 +1,7 @@
 //! Forks: what this library does before and after a fork, in the parent and in the child.
 //!
-//! Before the fork, offsets move to memory that both processes share, because POSIX gives parent and child one offset per open
-//! file description. After it, the child forgets numbers that another thread opened or closed while the kernel copied memory and
+//! Before the fork, offsets move to memory that both processes share, because POSIX gives parent and child one offset per open file
+//! description. After the fork, the child forgets numbers that another thread opened or closed while the kernel copied memory and
 //! descriptor table: the two copies do not reflect the same moment.
 //!
 //! `vfork` is not handled here; see [`crate::vfork`].

@@ -2,8 +2,8 @@
 //!
 //! A process attaches on its first call into the namespace, so a program that never uses the namespace costs the server
 //! nothing. The view is published once and lives as long as the process; [`view`] is one atomic load from then on. Nothing waits
-//! for a thread that is attaching, because a signal handler may have interrupted it: each caller attaches by itself until a view is
-//! published, and all but one of these views go away.
+//! for a thread that is attaching: a signal handler would wait forever if it has interrupted that very thread. So each caller
+//! attaches by itself until a view is published, and all but one of these views go away.
 //!
 //! A `vfork` child that calls into the namespace before its parent has attached gets a view for that one call only: the view's
 //! descriptors are in the child's table, and the parent, whose memory the child runs in, does not have them.

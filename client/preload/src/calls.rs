@@ -16,9 +16,9 @@
 //!
 //! Invariants that hold for every hook:
 //!
-//! - It never panics: work on the namespace runs inside [`crate::fault::answer`]. What unwinds through it is a thread that is
-//!   canceled in the next library's function, or an exception of a program's callback; so what must be undone after such a
-//!   call is undone by a destructor.
+//! - It never panics: work on the namespace runs inside [`crate::fault::answer`]. Two things can still unwind through a hook: a
+//!   thread that is canceled in the next library's function, and an exception of a program's callback. So a destructor undoes
+//!   whatever must be undone after such a call.
 //! - It leaves `errno` as it was, unless it fails.
 //! - It follows a pointer only as a [`crate::memory::FromC`], which stands for the caller's promise.
 //! - To the program, the descriptors of this library look closed: `NAME::next` passes them on as [`hidden`] says.

@@ -2,7 +2,7 @@
  *
  * The linker binds a library to the newest version of each symbol, and glibc 2.34 gave new versions to the functions that it took
  * over from libpthread and libdl. Rust's standard library uses some of them. The linker redirects those references to the
- * wrappers below (`--wrap`, see build.rs), which call the oldest version; every glibc has it. */
+ * wrappers below (`--wrap`, see build.rs), which call the oldest version, because every glibc has that one. */
 
 #include <stddef.h>
 #include <sys/syscall.h>

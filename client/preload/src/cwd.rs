@@ -1,7 +1,8 @@
 //! The working directory, while it is in the namespace.
 //!
-//! The kernel cannot be in the namespace. So this module keeps the directory's path, and `calls/names.rs` moves the kernel to
-//! a directory in which nothing is (`nowhere`): a relative path that bypasses this library finds no file, rather than a wrong one.
+//! The kernel's working directory cannot be in the namespace. So this module keeps the directory's path, and `calls/names.rs`
+//! changes the kernel's directory to an empty one (`nowhere`): a relative path that bypasses this library finds no file, rather
+//! than a wrong one.
 //!
 //! A `vfork` child has a working directory of its own, in its parent's memory: its changes are kept per child.
 
@@ -23,7 +24,7 @@ static DIRECTORY: Current<Vec<u8>> = Current::none();
 
 thread_local! {
     /// The working directory of this thread's `vfork` child: the child's process id (0: none), and the path if it is in the
-    /// namespace. The path stays in memory: a destructor would be registered with the C library, which allocates for that.
+    /// namespace. The path is never freed, because the C library allocates memory when a destructor is registered.
     static OF_CHILD: Cell<(i32, Option<&'static [u8]>)> = const { Cell::new((0, None)) };
 }
 

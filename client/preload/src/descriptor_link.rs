@@ -1,14 +1,14 @@
 //! Paths that lead through a link to one of this process's descriptors: `/dev/fd/N`, `/proc/self/fd/N` and the like.
 //!
-//! The kernel follows such a link to whatever it has at the number, which is a placeholder where the number is ours.
+//! The kernel follows such a link to whatever it has open at the number. If the number is ours, that is a placeholder.
 
 use std::os::fd::RawFd;
 
 use crate::memory;
 
-/// Splits a path that leads through a link to a descriptor of this process: into the number, and the rest of the path, which is
-/// empty or begins with a slash. Such links are `/dev/stdin`, `/dev/fd/N`, `/proc/self/fd/N`, and `/proc/thread-self/fd/N`,
-/// `/proc/PID/fd/N` and the same below `task/TID`.
+/// Splits a path that leads through a link to one of this process's descriptors. Returns the descriptor's number and the rest of
+/// the path, which is empty or begins with a slash. Such links are `/dev/stdin`, `/dev/fd/N`, `/proc/self/fd/N`,
+/// `/proc/thread-self/fd/N`, `/proc/PID/fd/N`, and the same links below `task/TID`.
 #[inline]
 pub(crate) fn descriptor_link(path: &[u8]) -> Option<(RawFd, &[u8])> {
     match path.get(..5)? {
@@ -26,7 +26,7 @@ pub(crate) fn link_number(path: &[u8]) -> Option<(RawFd, &[u8])> {
     };
     let end = rest.iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(rest.len());
     let (number, rest) = rest.split_at(end);
-    // The kernel does not know a number with a zero in front.
+    // The kernel does not accept a number with a leading zero.
     if number.starts_with(b"0") && number.len() > 1 || !(rest.is_empty() || rest.starts_with(b"/")) {
         return None;
     }

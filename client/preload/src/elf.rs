@@ -4,9 +4,9 @@
 
 use crate::fault::Fault;
 
-/// Bytes of program headers, and of a dynamic section, that are read. Real ones have hundreds.
+/// The most bytes of program headers, or of a dynamic section, that are read. Real ones have hundreds.
 const TABLE_LEN_MAX: u64 = 64 << 10;
-/// Bytes of a string that are read.
+/// The most bytes of a string that are read.
 const STRING_LEN_MAX: usize = 4096;
 
 const LOADED: u32 = 1;
@@ -71,7 +71,7 @@ fn segment(header: &[u8]) -> Segment {
     Segment { kind: word(header, 0), offset: long(header, 8), address: long(header, 16), len: long(header, 32) }
 }
 
-/// Returns the offset in the file of what will be at an address.
+/// Returns the file offset of the bytes that will be loaded at an address.
 fn offset_of(segments: &[Segment], address: u64) -> Option<u64> {
     let within =
         |segment: &&Segment| segment.kind == LOADED && address.checked_sub(segment.address).is_some_and(|at| at < segment.len);
@@ -91,7 +91,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
     number::<8>(bytes, at)
 }
 
-/// Returns a number of `LEN` bytes; 0 where the bytes end before.
+/// Returns a number of `LEN` bytes; 0 if the bytes end too early.
 fn number<const LEN: usize>(bytes: &[u8], at: usize) -> u64 {
     let bytes = bytes.get(at..at + LEN).unwrap_or_default();
     bytes.iter().rev().fold(0, |number, &byte| number << 8 | u64::from(byte))

@@ -6,11 +6,11 @@
 //! so that both programs continue where the other stopped.
 //!
 //! - A forked child may `exec` later. [`prepare_fork`] therefore makes empty kernel copies before the fork, so that parent and
-//!   child use the same ones. Whichever needs a copy first fills it.
+//!   child use the same ones. The first process that needs a copy fills it.
 //! - A `vfork` child must not touch the parent's records. It makes its own copy and sends it to the parent (see
 //!   `vfork_channel`), which adopts it.
-//! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from. Where the kernel is asked to read
-//!   it, or another process receives it over a socket, a directory in which nothing is stands for it (see `nowhere`).
+//! - A directory has no bytes. Its number keeps the placeholder, which nothing can be read from. If the kernel is asked to read the
+//!   directory, or another process receives it over a socket, an empty directory takes its place (see `nowhere`).
 //!
 //! The working directory is passed in the environment; `calls/exec.rs` does that.
 
@@ -39,12 +39,12 @@ use crate::place::Place;
 use crate::table::{self, Object, Reference};
 use crate::{memory, next, nowhere, placeholder, vfork};
 
-/// The most kernel copies that one fork prepares, and only of files that fit in memory. More would slow down programs that fork
-/// and never call `exec`.
+/// The most kernel copies that one fork prepares. It prepares them only for files that fit in memory. More would slow down programs
+/// that fork and never call `exec`.
 const PREPARED_MAX: usize = 64;
 
-/// Returns the description's kernel copy, filled. It stands for the description from now on, in this process and in those that
-/// share the description with it.
+/// Returns the description's kernel copy, filled. From now on the copy stands for the description, in this process and in all
+/// others that share the description.
 fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a ReservedFd, Fault> {
     let file = description.file()?;
     if description.offset.kernel_copy().is_none() {
@@ -58,7 +58,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
         match filled.compare_exchange(EMPTY, me, Ordering::AcqRel, Ordering::Acquire) {
             Ok(_) => break,
             Err(FILLED) => return Ok(copy),
-            // Another process of the family is filling it. If that process has died, this one redoes the work.
+            // Another process that shares the copy is filling it. If that process has died, this one redoes the work.
             Err(other) => {
                 // SAFETY: signal 0 is never delivered; the call only asks whether the process lives.
                 let is_dead = unsafe { libc::kill(other as i32, 0) } != 0 && memory::errno() == libc::ESRCH;
@@ -80,7 +80,7 @@ fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a Reserv
     });
     match result {
         Ok(()) => {}
-        // Not `filled`: a fork may have moved the state to shared memory in the meantime.
+        // Not the variable `filled`: a fork may have moved the state to shared memory in the meantime.
         Err(_) => description.offset.filled().store(EMPTY, Ordering::Release),
     }
     result.map(|()| copy)
@@ -145,34 +145,35 @@ pub(crate) fn give_kernel_file(view: &View, number: RawFd) -> Result<(), Fault> 
     }
 }
 
-/// Puts an empty directory in place of a number of ours that names a directory, so that the kernel refuses to read it as it refuses
-/// for any directory.
+/// Puts an empty directory in place of a number of ours that names a directory, so that the kernel refuses to read from the number,
+/// as it does for any directory.
 fn put_directory(description: &Reference, number: RawFd, flags: i32) -> Result<(), Fault> {
     let _deferral = cancellation::uninterrupted();
     if description.offset.kernel_copy().is_none() {
         let directory = nowhere::open(0).ok_or(libc::EIO)?;
-        // Never filled, because this process lists its own records: it is what the table expects at the number from now on.
+        // The copy is never filled, because this process lists the directory from its own records. From now on the table expects
+        // the copy at the number.
         description.offset.set_kernel_copy(ReservedFd::new(directory));
     }
     put(description.offset.kernel_copy().ok_or(libc::EIO)?, number, flags)
 }
 
-/// Puts a kernel copy in place of standard input, if the number that has just become ours is standard input. libc's own stream
-/// reads it without calling our hooks. A file that is too large for memory stays ours, and reading that stream is an error.
+/// Puts a kernel copy at a number that has just become ours, if the number is standard input: libc's own stream reads standard
+/// input without calling our hooks. A file that is too large for memory gets no copy, and reading that stream fails.
 pub(crate) fn serve_standard_input(number: RawFd) {
     let is_small = || table::find(number).is_some_and(|open| open.stat().size <= MEMORY_COPY_LEN_MAX);
     let Some(view) = known_view().filter(|_| number == libc::STDIN_FILENO && vfork::child().is_none()) else { return };
     if is_small() {
         let _deferral = cancellation::uninterrupted();
         let before = memory::errno();
-        // A file that cannot be copied now gives its error to the program when it reads.
+        // If the file cannot be copied now, the program gets the error when it reads.
         let _ = give_kernel_file(view, number);
         memory::set_errno(before);
     }
 }
 
-/// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. `child` is this process if it is a `vfork`
-/// child.
+/// Puts a kernel copy in place of one number of ours; `flags` are those of `dup3`. If this process is a `vfork` child, `child` is
+/// its process id.
 pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i32) -> Result<(), Fault> {
     let _deferral = cancellation::uninterrupted();
     let description = match child {
@@ -186,7 +187,7 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
             if child.is_some() {
                 return put_file(&copy, number, flags);
             }
-            // Never filled, because nothing is read through it: it is what the table expects at the number from now on.
+            // The copy is never filled, because nothing is read through it. From now on the table expects the copy at the number.
             description.offset.set_kernel_copy(ReservedFd::new(copy));
         }
         let copy = description.offset.kernel_copy().ok_or(libc::EIO)?;
@@ -198,7 +199,8 @@ pub(crate) fn hand_over(view: &View, child: Option<i32>, number: RawFd, flags: i
             // Another thread closed the number meanwhile, and the kernel may have given it to another file.
             Ok(_) if !placeholder::is_at(number) => Ok(()),
             Ok(copy) => put(copy, number, flags),
-            // The copy was prepared where /proc was mounted, and cannot be filled here. The other program gets its own offset.
+            // The copy was prepared while /proc was mounted, and cannot be filled without /proc. The other program gets an offset
+            // of its own.
             Err(Fault::Errno(libc::EBADF)) => put_file(&copy_with_offset(view, &description, file)?, number, flags),
             Err(fault) => Err(fault),
         };
@@ -226,13 +228,13 @@ fn copy_with_offset(view: &View, description: &Reference, file: &dayfly_client::
     Ok(copy)
 }
 
-/// Gives a kernel copy the flags of its description that a program can change.
+/// Sets the flags of a kernel copy that a program can change.
 fn put_flags(copy: &File, flags: i32) {
     let flags = flags & (libc::O_APPEND | libc::O_NOATIME | libc::O_NONBLOCK);
     next::fcntl_number(copy.as_raw_fd(), libc::F_SETFL, flags);
 }
 
-/// Gives a description's kernel copy, if there is one, the description's flags.
+/// Copies the flags that a program can change from a description to its kernel copy, if there is one.
 pub(crate) fn copy_flags(description: &Reference) {
     let _deferral = cancellation::uninterrupted();
     if let Some(copy) = description.offset.kernel_copy().and_then(|copy| copy.get().ok()) {
@@ -240,8 +242,8 @@ pub(crate) fn copy_flags(description: &Reference) {
     }
 }
 
-/// Returns a kernel copy of the file open at a number, to be sent to another process, which shares the offset. For a directory,
-/// this is one in which nothing is. `None` if the number is not ours.
+/// Returns a kernel copy of the file that is open at a number, to be sent to another process. That process shares the offset. For a
+/// directory, returns an empty directory. `None` if the number is not ours.
 pub(crate) fn for_another_process(number: RawFd) -> Result<Option<File>, Fault> {
     let _deferral = cancellation::uninterrupted();
     let Some(description) = table::find(number) else { return Ok(None) };

@@ -58,9 +58,9 @@ impl From<ClientError> for Fault {
     }
 }
 
-/// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic
-/// becomes EIO instead of unwinding into C. Nobody can cancel the thread in the meantime, and the program's signal handlers wait:
-/// `work` waits for nothing but the server.
+/// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic becomes
+/// EIO instead of unwinding into C. In the meantime, nobody can cancel the thread, and the program's signal handlers wait. The
+/// wait is short, because `work` waits for nothing but the server.
 pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
     let _deferral = cancellation::uninterrupted();
     answer_from_memory(work)
@@ -88,7 +88,7 @@ pub(crate) fn complain(message: &str) {
     tell_once(&HAS_COMPLAINED, message);
 }
 
-/// Prints the first line of one kind, unless `DAYFLY_LOG` is set, which makes all of them appear.
+/// Prints a line if it is the first of its kind, or if `DAYFLY_LOG` is set.
 pub(crate) fn tell_once(has_told: &AtomicBool, message: &str) {
     let is_first = !has_told.swap(true, Ordering::Relaxed);
     if is_first || is_logging() {

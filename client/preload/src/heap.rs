@@ -1,12 +1,12 @@
 //! The library's own heap, apart from the program's `malloc`.
 //!
 //! `open`, `read`, `fstat`, `close` and many other functions may be called in a signal handler, which may have interrupted
-//! `malloc`. Whatever this library allocates in such a call must therefore not come from there. This heap takes no lock, and every
-//! step of it is one atomic change: a handler that interrupts it, a thread that it preempts, and a child that a fork leaves with
-//! one of many threads all find a heap in order.
+//! `malloc`. Whatever this library allocates in such a call must therefore not come from `malloc`. This heap takes no lock, and
+//! each of its steps is one atomic change. So a signal handler, a thread that runs between two steps of another thread, and a
+//! forked child all find the heap in order.
 //!
-//! - A *block* has a length of a power of two, from [`UNIT`] to [`BLOCK_LEN_MAX`] bytes: its *class*. What is longer is mapped and
-//!   unmapped by itself.
+//! - The length of a *block* is a power of two, from [`UNIT`] to [`BLOCK_LEN_MAX`] bytes, and determines the block's *class*.
+//!   Anything longer gets a mapping of its own.
 //! - Blocks lie in *chunks* of [`CHUNK_LEN`] bytes, which are never unmapped. The first is part of the library's own memory, so
 //!   that a program which never uses the namespace maps nothing.
 //! - A *free list* holds the free blocks of one class. [`FREE`] has a list of each class in every shard, and a thread begins at
@@ -14,17 +14,18 @@
 //!
 //! # Why a list is always in order
 //!
-//! A list's head is one word: the number of its first block, and a tag that each change increments. Taking a block reads the head
-//! and then that block's link, and exchanges the head only if it is still the same. If another thread takes the block meanwhile and
-//! returns it in front of another successor, the tag differs. The tag has 34 bits, so a thread is misled only if it sleeps between
-//! those two steps for exactly a multiple of 2^34 changes of one list, which are minutes in which nothing else happens.
+//! A list's head is one word: the number of its first block, and a tag that each change increments. To take a block, a thread reads
+//! the head and then the first block's link, and it replaces the head only if the head is still the same. If another thread has
+//! meanwhile taken the block and returned it in front of another successor, the tag differs. The tag has 34 bits. So a thread is
+//! misled only if, between those two steps, the list changes exactly 2^34 times or a multiple of that. 2^34 changes take minutes,
+//! even if the program does nothing else.
 //!
 //! Links do not lie in the blocks but in the header of their chunk: a thread that is too late reads an old link, never bytes that
 //! the block's new owner writes.
 //!
 //! A forked child gets the memory of one instant. While the kernel copies a process, a write of another thread either reaches the
 //! pages that parent and child share, or waits until the copy is complete. So the child's heap is as if its other threads had been
-//! interrupted forever. What they held, the child never gets back.
+//! interrupted forever. The child never gets back the blocks that those threads held.
 
 mod pages;
 
@@ -46,10 +47,11 @@ const CHUNK_LEN: usize = 1 << 20;
 const UNITS: usize = CHUNK_LEN / UNIT;
 /// The first unit of a chunk that is not part of its header.
 const FIRST_UNIT: usize = size_of::<Header>().div_ceil(UNIT);
-/// Chunks that there can be: 16 GiB.
+/// The most chunks that there can be: together 16 GiB.
 const CHUNKS_MAX: usize = 1 << 14;
 const SHARDS: usize = 8;
-/// Bits of a block's number: its chunk's number, and the number of its first unit. No block begins at unit 0, so 0 is no block.
+/// Bits of a block's number: its chunk's number, and the number of its first unit. No block begins at unit 0, so 0 stands for no
+/// block.
 const NUMBER_BITS: u32 = CHUNKS_MAX.ilog2() + UNITS.ilog2();
 const NUMBER_MASK: u64 = (1 << NUMBER_BITS) - 1;
 
@@ -79,14 +81,14 @@ static FIRST: Chunk = Chunk {
     header: Header { number: AtomicUsize::new(0), links: [const { AtomicU32::new(0) }; UNITS] },
     blocks: UnsafeCell::new([0; CHUNK_LEN - size_of::<Header>()]),
 };
-/// By number, the chunks after the first.
+/// The chunks after the first, by number.
 static CHUNKS: [AtomicPtr<Header>; CHUNKS_MAX] = [const { AtomicPtr::new(null_mut()) }; CHUNKS_MAX];
 static CHUNKS_USED: AtomicUsize = AtomicUsize::new(1);
-/// Where the memory that was never allocated begins: a chunk's number, and 32 bits for a unit.
+/// Where the memory that was never allocated begins: a chunk's number, and a unit's number in the low 32 bits.
 static FRESH: AtomicU64 = AtomicU64::new(FIRST_UNIT as u64);
 static FREE: [[List; CLASSES]; SHARDS] = [const { [const { List(AtomicU64::new(0)) }; CLASSES] }; SHARDS];
 
-/// The allocator of everything in Rust that this library allocates.
+/// The allocator for all of this library's Rust code.
 pub(crate) struct Heap;
 
 // SAFETY: `take` returns blocks that nobody else has, which are long enough and aligned to the lower of their length and a page;
@@ -202,7 +204,7 @@ fn pop(shard: usize, class: usize) -> Option<u32> {
     }
 }
 
-/// Adds a block to the free ones. The caller has it no longer.
+/// Adds a block to the free ones. The caller no longer owns it.
 fn push(shard: usize, class: usize, number: u32) {
     let head = &FREE[shard][class].0;
     let mut now = head.load(Ordering::Relaxed);
@@ -215,7 +217,7 @@ fn push(shard: usize, class: usize, number: u32) {
     }
 }
 
-/// Returns the tag of a list that has changed, without a block.
+/// Returns a list's next head after a change: the next tag, and no block.
 fn next_tag(head: u64) -> u64 {
     (head & !NUMBER_MASK).wrapping_add(1 << NUMBER_BITS)
 }
@@ -258,13 +260,13 @@ fn grow(now: u64) -> Option<()> {
     let start = (chunk as u64) << 32 | FIRST_UNIT as u64;
     match FRESH.compare_exchange(now, start, Ordering::AcqRel, Ordering::Relaxed) {
         Ok(_) => donate((now >> 32) as usize, now as u32 as usize, UNITS),
-        // Another thread has added a chunk. This one's memory is not lost.
+        // Another thread has added a chunk. The units of this one become free blocks.
         Err(_) => donate(chunk, FIRST_UNIT, UNITS),
     }
     Some(())
 }
 
-/// Adds units of a chunk that nobody has to the free blocks.
+/// Adds unused units of a chunk to the free blocks.
 fn donate(chunk: usize, mut from: usize, to: usize) {
     while from < to {
         let class = (from.trailing_zeros() as usize).min((to - from).ilog2() as usize).min(CLASSES - 1);

@@ -57,7 +57,7 @@ pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Faul
     let writer = again(copy, OpenOptions::new().write(true));
     let writer = writer.as_ref().unwrap_or(copy);
     copy_range(view, file, 0, stat.size, writer, 0)?;
-    // Without them the copy has the right bytes, which matters more.
+    // Even without the mode and the times, the copy has the right bytes, which matters more.
     let _ = copy.set_permissions(Permissions::from_mode(stat.permissions));
     let _ = times(&stat).map(|times| writer.set_times(times));
     if stat.size <= MEMORY_COPY_LEN_MAX {
@@ -67,7 +67,7 @@ pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Faul
     Ok(())
 }
 
-/// Returns a file's one time, for both times that can be set. `None` if C has no such time.
+/// Returns a file's only time as both of the times that can be set. `None` if C cannot express this time.
 fn times(stat: &Stat) -> Option<FileTimes> {
     let seconds = Duration::from_secs(stat.mtime_s.unsigned_abs());
     let whole = match stat.mtime_s < 0 {
@@ -112,7 +112,7 @@ pub(crate) fn named_copy_of(view: &View, file: &OpenFile) -> Result<File, Fault>
 
 /// Returns a descriptor for mapping a file that is complete. No mapping made from it can become writable for other processes.
 pub(crate) fn for_mapping(file: File) -> File {
-    // For where /proc is not mounted. A file that is not in memory has no seals.
+    // Needed where /proc is not mounted, because the descriptor stays writable there. A file that is not in memory has no seals.
     next::fcntl_number(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE);
     read_only(file)
 }

@@ -3,9 +3,9 @@
 //! placeholder, which it cannot read. So the descriptors get kernel copies (see `exec_handoff`) before such a request is made:
 //!
 //! - Where a hook sees the request itself, the descriptor in it gets a copy, whatever the file's size ([`serve`]).
-//! - A ring's requests lie in memory that no hook sees. Once a process has set one up, each of its open files and each file that it
-//!   opens from then on gets a copy ([`serve_all`]), up to the size of a copy in memory. A larger file is left alone, because the
-//!   program may never read it through its ring, and a line says so.
+//! - A ring's requests lie in memory that no hook sees. Once a process has set up a ring, each of its open files and each file that
+//!   it opens from then on gets a copy ([`serve_all`]), up to the size of a copy in memory. A larger file is left alone, because
+//!   the program may never read it through its ring, and a line on standard error says so.
 
 use std::os::fd::RawFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,7 +24,7 @@ pub(crate) fn is_needed() -> bool {
     known_view().is_some()
 }
 
-/// Gives a number a kernel copy, if the number is ours. The kernel is about to be asked to read from it.
+/// Gives a number a kernel copy, if the number is ours. Call it before the kernel is asked to read from the number.
 pub(crate) fn serve(number: RawFd) {
     if !table::is_open(number) {
         return;
@@ -38,7 +38,7 @@ pub(crate) fn serve(number: RawFd) {
     memory::set_errno(before);
 }
 
-/// Gives all open files kernel copies, now and whenever one is opened. The process has just set up a ring.
+/// Gives a kernel copy to every open file, and from now on to each file that is opened. Call it when the process has set up a ring.
 pub(crate) fn serve_all() {
     if !HAS_RING.swap(true, Ordering::SeqCst) {
         table::numbers(0, RawFd::MAX).for_each(serve_small);

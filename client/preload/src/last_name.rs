@@ -1,6 +1,6 @@
-//! The last name of a path, for the calls that create, remove or rename it. The kernel looks up only the directory before that name
-//! before it finds that the file system is read-only, so these calls fail by rules of their own: for example, `.` and `..` cannot
-//! be removed, and on a read-only mount, removing a missing file is EROFS.
+//! The last name of a path, for the calls that create, remove or rename it. On a read-only file system, the kernel looks up only
+//! the directory that contains the name, so these calls fail by rules of their own. For example, `.` and `..` cannot be removed,
+//! and removing a missing file fails with EROFS.
 
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
@@ -71,7 +71,7 @@ pub(crate) fn start_of_name(path: &[u8]) -> usize {
     path.iter().rposition(|&byte| byte == b'/').map_or(0, |slash| slash + 1)
 }
 
-/// Returns why a new file or symlink cannot be created, or a directory if `is_directory`.
+/// Returns why a new file or symlink cannot be created; if `is_directory`, returns why a new directory cannot be created.
 pub(crate) fn cannot_create(view: &View, path: &[u8], is_directory: bool) -> Fault {
     let last = match LastName::find(view, path) {
         Ok(last) if last.kind == Kind::Name => last,

@@ -21,9 +21,9 @@
 //! | `descriptor_link` | paths such as `/proc/self/fd/N` |
 //! | `cwd`, `path` | the working directory; which paths are ours |
 //! | `stat_form` | a view's attributes as `struct stat` |
-//! | `nowhere` | a directory of the kernel in which nothing is |
+//! | `nowhere` | an empty kernel directory that no path leads to |
 //! | `kernel_copy`, `exec_handoff` | kernel files with the same bytes, for programs that do not share our records |
-//! | `kernel_reads` | kernel copies at once, for interfaces that name descriptors to the kernel |
+//! | `kernel_reads` | kernel copies that are made at once, for interfaces that name descriptors to the kernel |
 //! | `elf`, `library` | libraries of the namespace, for the dynamic linker |
 //! | `atfork` | what happens around a fork |
 //! | `calls` | the hooks: functions with C's names |
@@ -37,12 +37,13 @@
 //!   descriptors.
 //! - Nothing panics into C. The unwinding of a thread that is canceled passes only through hooks that are waiting in the next
 //!   library; it never meets `catch_unwind` (see `dayfly_client::cancellation`).
-//! - No pointer of the program is followed before it is known to lead to memory: a bad one gives what the kernel gives.
+//! - The library follows a pointer of the program only after it has checked that memory is there. A bad pointer gives the error
+//!   that the kernel gives.
 //! - A fork copies all state as it is. No lock is held across a fork, and nothing waits without a deadline.
 //! - The library starts no thread.
-//! - A function that POSIX calls async-signal-safe stays so, also for the namespace, and on its first use: it takes no lock that
-//!   this thread may have, calls no function of the C library that does, and allocates from `heap` only. Its state changes in
-//!   single atomic steps, between which a handler may run that does the same.
+//! - A function that POSIX calls async-signal-safe stays so, even in the namespace and on its first use. It takes no lock that
+//!   this thread may already hold, calls no function of the C library that takes such a lock, and allocates from `heap` only. Its
+//!   state changes in single atomic steps. Between two steps, a signal handler may run and change the same state.
 
 #![cfg_attr(test, allow(dead_code, reason = "in a test build no C code calls the hooks"))]
 

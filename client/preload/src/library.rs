@@ -1,11 +1,11 @@
 //! Libraries of the namespace that the dynamic linker loads.
 //!
-//! The linker opens files by calls that this library does not see. So a library is *carried* once a process: it is copied to a
+//! The linker opens files by calls that this library does not see. So a library is *carried* once per process: it is copied to a
 //! kernel file, which stays open, and the linker opens it as `/proc/self/fd/N`. Because each library has one copy and one path, the
 //! linker recognizes a library that it has loaded already.
 //!
-//! The linker also searches the folders that a library names for the libraries that it needs (`DT_RUNPATH`), and cannot see the
-//! folders of the namespace. [`needed`] finds those libraries. Once they are loaded, the linker recognizes them by their names.
+//! A library names folders for the libraries that it needs (`DT_RUNPATH`). The linker searches these folders, but cannot see those
+//! in the namespace. So [`needed`] finds the libraries there. Once they are loaded, the linker recognizes them by their names.
 //!
 //! The list of carried libraries only grows, without a lock, so a fork copies it as it is.
 
@@ -115,7 +115,7 @@ pub(crate) struct Needed {
     pub(crate) path: CString,
 }
 
-/// Finds the libraries that a library needs in the folders that it names, as far as these are in the namespace.
+/// Finds the libraries that a library needs. Looks only in those of its `DT_RUNPATH` folders that are in the namespace.
 pub(crate) fn needed(view: &View, file: &OpenFile) -> Result<Vec<Needed>, Fault> {
     let Some(needs) = elf::needs(|offset, buffer| Ok(view.read_at(file, offset, buffer)?))? else { return Ok(Vec::new()) };
     let path = file.path(view)?;

@@ -4,11 +4,11 @@
 //! C code passes a `FromC` as an argument, and inside this library, only `unsafe` code or a conversion from a reference creates
 //! one. No safe function of this crate follows a bare raw pointer.
 //!
-//! The promise also covers lengths. Functions with a `len` or `count` expect the one that C passed with the pointer, or less.
+//! The promise also covers lengths. A `len` or `count` is the number that C passed with the pointer, or a smaller one.
 //!
-//! Programs break the promise, and a kernel answers them with EFAULT. So the functions below first ask [`crate::pages`] whether
-//! the memory is there, and fail with EFAULT, or find no value, where it is not. A caller whose arguments go on to the kernel
-//! passes them unchanged, and the kernel fails the call.
+//! Some programs break the promise, and the kernel answers them with EFAULT. So the functions below first ask [`crate::pages`]
+//! whether the memory is there. If it is not, they fail with EFAULT or find no value. A caller that passes its arguments on to the
+//! kernel passes them unchanged, and the kernel fails the call.
 
 use std::ffi::{CStr, c_char, c_int, c_ulong, c_void};
 use std::fs::File;
@@ -216,7 +216,7 @@ impl<'a, T> FromC<'a, *mut T> {
         Ok(())
     }
 
-    /// Returns the pointer to an element of an array, of which C's promise covers as many.
+    /// Returns the pointer to an element of an array. By C's promise, the array has this element.
     pub(crate) fn at(self, index: usize) -> Self {
         Self(self.0.wrapping_add(index), PhantomData)
     }
@@ -325,7 +325,7 @@ impl<'a> FromC<'a, *mut c_void> {
         if all.len() < len { Err(libc::EFAULT) } else { Ok(all) }
     }
 
-    /// Borrows the part of a caller's buffer before the first byte that cannot be written. Like the kernel, reads fill that part.
+    /// Borrows the part of a caller's buffer before the first byte that cannot be written. Reads fill that part, as in the kernel.
     ///
     /// # Errors
     ///
@@ -437,12 +437,12 @@ pub(crate) fn zeroed<T: Plain>() -> T {
     unsafe { std::mem::zeroed() }
 }
 
-/// A C structure for which all-zero bytes are a value, and which C functions read and write through a pointer to that one value.
+/// A C structure that is valid when all its bytes are zero. A C function that gets a pointer to one reads and writes only that one.
 ///
 /// # Safety
 ///
-/// Only for structures that consist of numbers, arrays of numbers and pointers that may be null, and never for an element of a
-/// string or an array, where C code reads more than one element.
+/// The structure consists of numbers, arrays of numbers, and pointers that may be null. It is never an element of a string or an
+/// array, because C code reads more than one element of those.
 pub(crate) unsafe trait Plain {}
 
 // SAFETY: numbers and arrays of numbers.

@@ -5,12 +5,12 @@
 //! call. A lookup takes no lock of ours, and a fork copies its result. Functions that a signal handler may call are looked up
 //! when the program sets its first handler ([`early`]).
 //!
-//! The functions have the ABI `C-unwind`, because many of them are cancellation points: `pthread_cancel` ends a thread that
-//! waits in one by unwinding its stack, through our frames as well.
+//! The functions have the ABI `C-unwind`, because many of them are cancellation points: if a thread waits in one, `pthread_cancel`
+//! ends the thread by unwinding its stack, including our frames.
 //!
-//! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This
-//! file declares the few that modules below `calls` use ([`declare!`]): some have no hook at all, and a hook of the others
-//! takes its argument types from here. So no module below `calls` has to import it.
+//! The `hook!` macro of [`crate::calls`] declares almost every C function, once, for the hook and for its counterpart. This file
+//! declares the few functions that modules below `calls` use ([`declare!`]). Some of them have no hook at all, and the hooks of the
+//! others take their argument types from here. So no module below `calls` has to import `calls`.
 
 pub(crate) mod early;
 
@@ -114,9 +114,9 @@ macro_rules! forward {
     };
 }
 
-/// Declares functions that modules below `calls` use. For each it emits the call of the next library, and an arm of the macro
-/// `declared!`, from which `hook!` takes the types of a hook that lists its arguments by name only. The first token is `$`, which a
-/// macro cannot write into the macro that it defines.
+/// Declares functions that modules below `calls` use. For each, it emits a function that calls the next library, and an arm of the
+/// macro `declared!`. If a hook lists its arguments by name only, `hook!` takes their types from that arm. The first token is `$`,
+/// which a macro cannot write into the macro that it defines.
 macro_rules! declare {
     ($dollar:tt $(fn $name:ident($($argument:ident: $kind:ty),* $(,)?) -> $result:ty;)*) => {
         $(forward! { $name calls $name($($argument: $kind),*) -> $result })*
@@ -169,8 +169,8 @@ pub(crate) fn address_of_syscall() -> Option<usize> {
     NEXT.address(c"syscall")
 }
 
-/// Ends this thread if a `pthread_cancel` is pending. The calls that POSIX lists as cancellation points begin with this where
-/// we answer them without a system call; otherwise, nobody could cancel a thread that only reads our files.
+/// Ends this thread if a `pthread_cancel` is pending. A call that POSIX lists as a cancellation point begins with this if we answer
+/// it without a system call. Otherwise, nobody could cancel a thread that only reads our files.
 #[inline]
 pub(crate) fn act_on_cancel() {
     // SAFETY: no arguments. It may unwind, so callers hold nothing that must outlive the thread, and run outside of `answer`.

@@ -1,5 +1,5 @@
-//! A directory of the kernel that is in no other: it is removed as soon as it is made. It stands for a directory of the namespace
-//! where the kernel needs one: whoever uses it without this library finds nothing, rather than something else.
+//! An empty kernel directory that no path leads to: it is removed as soon as it is made. It stands for a directory of the namespace
+//! where the kernel needs a directory. Code that bypasses this library finds nothing in it, rather than wrong files.
 
 use std::ffi::{CStr, CString};
 use std::fs::{self, DirBuilder, File, OpenOptions};
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::memory;
 use crate::setup::setup;
 
-/// Makes a directory, has something done with its path, and removes it. Tries one place after another until that succeeds.
+/// Makes a directory, calls `work` with its path, and removes the directory. Tries one place after another until this succeeds.
 pub(crate) fn within<R>(work: impl Fn(&CStr) -> Option<R>) -> Option<R> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let before = memory::errno();
@@ -24,7 +24,7 @@ pub(crate) fn within<R>(work: impl Fn(&CStr) -> Option<R>) -> Option<R> {
         let c_path = CString::new(path.as_os_str().as_bytes()).ok()?;
         DirBuilder::new().mode(0o700).create(&path).ok()?;
         let done = work(&c_path);
-        // If that fails, a folder stays that is empty.
+        // If that fails, an empty folder stays behind.
         let _ = fs::remove_dir(&path);
         done
     });

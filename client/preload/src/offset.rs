@@ -5,12 +5,12 @@
 //! 1. `own`, a word in this process's memory.
 //! 2. After the first fork: a word in memory that parent and children map ([`share`]).
 //! 3. Once the description has a *kernel copy* that is filled (see `exec_handoff`): the kernel's offset of that file. Another
-//!    program may have the file open without this library, and then only the kernel knows how far it has read.
+//!    program may have the file open without this library, and then only the kernel knows how far that program has read.
 //!
-//! An offset moves forward through these homes and never back. A word that has moved holds the way to the next home instead of an
-//! offset, so a thread that meets it follows. Each move is one atomic change, made when the next home is ready. So there are no
-//! locks and nobody waits: not for a thread that a fork left behind, not for a process that died, and not for a thread that the
-//! caller, a signal handler, has interrupted.
+//! An offset moves forward through these homes and never back. After a move, the old word tells the way to the next home, and a
+//! thread that reads the word follows. Each move is one atomic change, made when the next home is ready. So there are no locks, and
+//! nobody waits for a thread that a fork left behind, for a process that died, or for a thread that a signal handler has
+//! interrupted.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::ptr::{NonNull, null_mut};
@@ -28,8 +28,8 @@ const MOVED: u64 = 1 << 63;
 const MOVED_MASK: u64 = 0xffff << 48;
 /// The value of the word once the kernel has the offset.
 const IN_KERNEL: u64 = u64::MAX - 1;
-/// The offset that readers get if the kernel has the offset, with a copy that this process does not have or that the program has
-/// closed: beyond the end of every file, because a wrong offset would give wrong bytes. No program can seek there.
+/// The offset that readers get if the kernel has the offset, but this process does not have the copy or the program has closed it.
+/// The value is beyond the end of every file, because a wrong offset would give wrong bytes. No program can seek there.
 const LOST: u64 = u64::MAX - 2;
 
 /// State of a kernel copy: no process has filled it. A process that fills it stores its process id.
@@ -60,7 +60,7 @@ struct Page {
     base: NonNull<Shared>,
     /// Length in bytes.
     len: usize,
-    /// Offsets of this process that still use the mapping.
+    /// The number of this process's offsets that still use the mapping.
     references: AtomicUsize,
 }
 
@@ -82,7 +82,7 @@ impl Offset {
         has_moved(own).then(|| unsafe { &*shared })
     }
 
-    /// Returns the word that holds the offset now. It moves at most once, before a fork.
+    /// Returns the word that holds the offset now. The offset moves to another word at most once, before a fork.
     #[inline]
     fn word(&self) -> &AtomicU64 {
         self.shared().map_or(&self.own, |shared| &shared.offset)
@@ -144,7 +144,7 @@ impl Offset {
             let word = self.word();
             match word.load(Ordering::Acquire) {
                 IN_KERNEL => return self.kernel().is_none().then_some((word, LOST)),
-                // A fork of another thread has moved it since.
+                // Another thread's fork has moved the offset in the meantime.
                 value if has_moved(value) => {}
                 value => return Some((word, value)),
             }
@@ -165,7 +165,8 @@ impl Offset {
         self.filled().store(FILLED, Ordering::Release);
     }
 
-    /// Marks the word, so that the kernel's offset applies, which `prepare` has set. Nobody uses the kernel's offset before.
+    /// Marks the word, so that the kernel's offset applies from then on. `prepare` sets the kernel's offset first, while nobody
+    /// uses it.
     fn leave_to_kernel(&self, prepare: impl Fn(u64)) {
         while let Some((word, offset)) = self.value() {
             prepare(offset);
@@ -175,7 +176,7 @@ impl Offset {
         }
     }
 
-    /// Returns the offset; the highest that there is where it is lost.
+    /// Returns the offset, or the highest possible offset if it is lost.
     pub(crate) fn load(&self) -> u64 {
         if let Some(copy) = self.kernel() {
             let offset = copy.get().map_or(-1, |copy| next::lseek(copy.as_raw_fd(), 0, libc::SEEK_CUR));
@@ -215,8 +216,8 @@ impl Offset {
         }
     }
 
-    /// Returns claimed bytes that could not be read, those after the first `done`, unless another reader has claimed more since
-    /// then; that reader keeps its bytes.
+    /// Gives back the claimed bytes after the first `done`, which could not be read. If another reader has claimed more since then,
+    /// this does nothing, and that reader keeps its bytes.
     pub(crate) fn unclaim(&self, start: u64, count: u64, done: u64) {
         let _ = self.word().compare_exchange(start + count, start + done, Ordering::AcqRel, Ordering::Relaxed);
     }
@@ -237,7 +238,7 @@ impl Drop for Offset {
     }
 }
 
-/// Moves all offsets into memory that a child will share. Call it before a fork, with an offset of every open description.
+/// Moves all offsets into memory that a child will share. Call it before a fork, with the offset of every open description.
 pub(crate) fn share<'a>(offsets: impl Iterator<Item = &'a Offset>) {
     let all: Vec<&Offset> = offsets.collect();
     let moving: Vec<&Offset> = all.iter().copied().filter(|offset| offset.shared().is_none()).collect();
@@ -248,7 +249,7 @@ pub(crate) fn share<'a>(offsets: impl Iterator<Item = &'a Offset>) {
         let is_new = offset.kernel_copy().is_some() && !offset.is_copy_shared.load(Ordering::Acquire);
         let Some(shared) = offset.shared().filter(|_| is_new) else { continue };
         let state = offset.filled.load(Ordering::Acquire);
-        // If another process of the family has already shared a copy of its own, ours stays private.
+        // If a related process has already shared a copy of its own, ours stays private.
         if shared.filled.compare_exchange(EMPTY, state, Ordering::AcqRel, Ordering::Acquire).is_ok() {
             offset.is_copy_shared.store(true, Ordering::Release);
         }

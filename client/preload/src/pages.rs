@@ -1,13 +1,13 @@
 //! Knows which pages of the process's memory can be read and written.
 //!
-//! A program may pass a bad pointer, and the kernel then answers EFAULT. Where this library looks at the program's memory before
-//! the kernel does, it must not crash instead. So before it follows a pointer, it asks here. The kernel is asked once per page,
-//! and the answer is remembered until the program unmaps or protects the page: a program that passes good pointers pays for one
-//! load and one comparison.
+//! A program may pass a bad pointer, and the kernel then answers EFAULT. If this library looks at the program's memory before the
+//! kernel does, the library must not crash instead. So it asks this module before it follows a pointer. The kernel is asked once
+//! per page, and the answer is remembered until the program unmaps or protects the page: a program that passes good pointers pays
+//! for one load and one comparison.
 //!
-//! The tables hold atomics in memory that never moves: a signal handler or a forked child finds nothing locked. They can be
-//! wrong only about memory that something unmaps behind the back of our hooks, such as `free` inside the C library. A program
-//! that passes a pointer into such memory has used it after it was freed.
+//! The tables hold atomics in memory that never moves: a signal handler or a forked child finds nothing locked. They can be wrong
+//! only about memory that something unmaps behind the back of our hooks, such as `free` inside the C library. A program that passes
+//! a pointer into such memory uses the memory after it was freed.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -18,15 +18,15 @@ const SLOTS: usize = 256;
 
 /// Readable pages: a page's number plus one, in the slot that [`slot`] names. 0 where the slot is empty.
 static READABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
-/// Ranges of writable pages, in the slot of the first page: its number, and the count of pages in the low bits. 0 where the slot
-/// is empty.
+/// Ranges of writable pages, in the slot of the first page: the first page's number, and the count of pages in the low bits. 0
+/// where the slot is empty.
 static WRITABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
 /// One bit for each slot of [`WRITABLE`] that was ever used, so that [`forget`] need not look at the others.
 static WRITABLE_USED: [AtomicU64; SLOTS / 64] = [const { AtomicU64::new(0) }; SLOTS / 64];
-/// Counts calls of [`forget`]. An answer of the kernel that is older than the last one is not remembered.
+/// Counts calls of [`forget`]. An answer of the kernel that is older than the last such call is not remembered.
 static FORGOTTEN: AtomicU32 = AtomicU32::new(0);
 
-/// Addresses have at most 57 bits, so the number of a page leaves this many for the count.
+/// Addresses have at most 57 bits, so the number of a page leaves this many bits for the count.
 const COUNT_BITS: u32 = 19;
 const COUNT_MASK: u64 = (1 << COUNT_BITS) - 1;
 /// From this many pages on, one call that also provides the memory is cheaper than a question about each page.
@@ -79,7 +79,7 @@ fn probe_writable(start: usize, len: usize) -> usize {
     let first = start / PAGE_LEN;
     let count = (start % PAGE_LEN + len).div_ceil(PAGE_LEN);
     let is_populated = count >= POPULATED_MIN && kernel_can_populate(first * PAGE_LEN, count * PAGE_LEN);
-    // Page by page, where the kernel is older than that call, and to find out where the writable pages end.
+    // Ask page by page if the kernel is too old for that call, or to find out where the writable pages end.
     let good = if is_populated {
         count
     } else {
@@ -93,7 +93,7 @@ fn probe_writable(start: usize, len: usize) -> usize {
     if good == count { len } else { (good * PAGE_LEN).saturating_sub(start % PAGE_LEN) }
 }
 
-/// Stores an answer, unless memory was unmapped after the question, which began at count `before`.
+/// Stores an answer, unless memory was unmapped after the question. `before` is the count of [`FORGOTTEN`] when the question began.
 fn remember(slot: &AtomicU64, answer: u64, before: u32) {
     slot.store(answer, Ordering::SeqCst);
     if FORGOTTEN.load(Ordering::SeqCst) != before {
@@ -171,11 +171,11 @@ mod kernel {
     }
 }
 
-/// Asks the kernel to read 8 bytes of a page as a signal mask, for a change of a kind that does not exist: EFAULT if it cannot
-/// read them, else EINVAL.
+/// Asks the kernel to read 8 bytes of a page as a signal mask, for a kind of change that does not exist. The kernel fails with
+/// EFAULT if it cannot read the bytes, else with EINVAL.
 fn kernel_can_read(page: usize) -> bool {
     let no_such_change = usize::MAX;
-    // Not the first bytes of the page, because the kernel takes the null pointer for a mask that was left out.
+    // Not the first bytes of the page, because the kernel treats the null pointer as a mask that was left out.
     let address = page + 8;
     // SAFETY: the kernel checks the address, and changes nothing in either case.
     let result = unsafe { kernel::call(libc::SYS_rt_sigprocmask, [no_such_change, address, 0, 8, 0, 0]) };
@@ -184,14 +184,15 @@ fn kernel_can_read(page: usize) -> bool {
 
 /// Returns whether the kernel can write at an address.
 fn kernel_can_write(address: usize) -> bool {
-    // A stack grows when a program or `read` touches the page below it, but not for a futex.
+    // A stack grows when a program or `read` touches the page below it, but not when a futex call does. So if the futex call fails,
+    // this reads from the page and tries again.
     kernel_can_add(address) || kernel_can_read(address / PAGE_LEN * PAGE_LEN) && kernel_can_add(address)
 }
 
 /// Asks the kernel to add 0 to a word, atomically, which changes nothing: EFAULT if it cannot be written.
 fn kernel_can_add(address: usize) -> bool {
     static NOBODY_WAITS_HERE: AtomicU32 = AtomicU32::new(0);
-    /// `FUTEX_OP_ADD` of 0, and `FUTEX_OP_CMP_EQ` with 2047, for waiters to wake at the address.
+    /// `FUTEX_OP_ADD` of 0. The rest, `FUTEX_OP_CMP_EQ` with 2047, decides whether waiters at the address wake.
     const ADD_NOTHING: usize = 1 << 28 | 2047;
     let word = address & !3;
     let operation = (libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG) as usize;
@@ -240,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_unmapped_is_forgotten() {
+    fn unmapped_pages_are_forgotten() {
         let (start, other) = (three_pages(), three_pages());
         assert!(is_readable(start, 8) && writable_len(start, 8) == 8 && is_readable(other, 8));
         // SAFETY: the pages of this test.

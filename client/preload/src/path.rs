@@ -1,11 +1,11 @@
 //! Decides whether a path leads into the namespace or to the kernel's files.
 //!
-//! Every call with a path needs the answer, even in programs that never use the namespace. For a path outside the namespace, it
-//! costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
+//! Every call with a path needs the answer, even in programs that never use the namespace. For a path outside the namespace, the
+//! answer costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
-//! directory of ours, or if it is `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours. This module compares text: it does not
-//! resolve symlinks of the kernel's file systems that point into the namespace.
+//! directory of ours, or if it is `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours. This module compares text: it
+//! does not resolve symlinks of the kernel's file systems that point into the namespace.
 
 use std::borrow::Cow;
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -25,7 +25,7 @@ use crate::{cwd, table};
 pub(crate) enum Side<'a> {
     /// To the kernel's files.
     Kernel,
-    /// Into the namespace, by this absolute path with the prefix.
+    /// Into the namespace, at this absolute path, which begins with the prefix.
     Ours(Cow<'a, [u8]>),
 }
 
@@ -53,7 +53,8 @@ fn base(directory: RawFd) -> Option<Vec<u8>> {
     if directory == libc::AT_FDCWD {
         return cwd::current();
     }
-    // Nothing is below a file. With the file's path prepended, the view finds the right error.
+    // The descriptor may be a file's, and nothing is below a file. The view finds the right error when this path follows the file's
+    // path.
     path_of(&*table::find(directory).filter(|open| !open.is_symlink())?)
 }
 
@@ -73,8 +74,8 @@ fn is_below(setup: &Setup, path: &[u8]) -> bool {
     path.strip_prefix(setup.prefix.to_bytes()).is_some_and(|rest| rest.is_empty() || rest.starts_with(b"/"))
 }
 
-/// Returns whether a path contains the prefix's last name. A path that leads into the namespace without beginning with the
-/// prefix does.
+/// Returns whether a path contains the prefix's last name. A path that does not begin with the prefix can lead into the namespace
+/// only if it contains that name.
 #[inline]
 fn mentions_prefix(setup: &Setup, path: &CStr) -> bool {
     // SAFETY: both are strings with a NUL at their end.
@@ -128,7 +129,7 @@ fn relative<'a>(setup: &Setup, directory: RawFd, path: &[u8]) -> Side<'a> {
     }
 }
 
-/// Returns the description that a path's last name is a link to, if the number is ours: the path is `/proc/self/fd/N` or the like.
+/// Returns the description that a path such as `/proc/self/fd/N` leads to through its last name, if the number is ours.
 pub(crate) fn linked(path: FromC<*const c_char>) -> Option<table::Reference> {
     setup()?;
     match link_number(path.string()?.to_bytes())? {
@@ -151,8 +152,8 @@ pub(crate) fn path_of(description: &table::Description) -> Option<Vec<u8>> {
     }
 }
 
-/// Runs a call with a path: `ours` if the path leads into the namespace, else `kernel`, with the directory and the path to
-/// pass on. Those are not always the caller's: a symlink may lead out of the namespace.
+/// Runs a call with a path: `ours` if the path leads into the namespace, else `kernel`. `kernel` gets the directory and the path to
+/// pass on, which are not always the caller's: a symlink may lead out of the namespace.
 #[inline]
 pub(crate) fn at<R: Failed>(
     directory: RawFd,

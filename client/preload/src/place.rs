@@ -1,6 +1,6 @@
 //! What a descriptor opened with `O_PATH` stands for: a place in the namespace. Such a descriptor can be duplicated, inspected and
-//! used as the start of a path, but nothing can be read through it, and every other call fails with EBADF. The kernel's
-//! descriptor behind it, the placeholder, is of the same kind: calls that must fail are passed on to it.
+//! used as the start of a path, but nothing can be read through it, and every other call fails with EBADF. The placeholder behind
+//! it in the kernel was opened with `O_PATH` too, so this library passes on the calls that must fail, and the kernel fails them.
 
 use dayfly_client::{Directory, OpenFile, Stat, View};
 
@@ -8,7 +8,7 @@ use dayfly_client::{Directory, OpenFile, Stat, View};
 pub(crate) enum Place {
     File(OpenFile),
     Directory(Directory),
-    /// A symlink itself (`O_NOFOLLOW`), by its path.
+    /// A symlink itself (`O_NOFOLLOW`): its path and its attributes.
     Symlink(Vec<u8>, Stat),
 }
 

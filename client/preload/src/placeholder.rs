@@ -6,8 +6,8 @@
 //! again through /proc gives ENXIO: an error, never an early end of file.
 //!
 //! The placeholder is opened when the process attaches, and stays open as long as the process lives. If the program closes it by a
-//! system call of its own, it is opened again. Until that is noticed, a new number may be a duplicate of a file of the program:
-//! [`is_suspect`] says whether that can have happened.
+//! system call of its own, this library opens it again when it notices. Until then, a new number may be a duplicate of one of the
+//! program's files: [`is_suspect`] says whether that can have happened.
 
 use std::ffi::CString;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
@@ -29,7 +29,7 @@ const FLAGS: i32 = libc::O_PATH | libc::O_NOFOLLOW;
 static PLACEHOLDER: AtomicPtr<Placeholder> = AtomicPtr::new(null_mut());
 /// Whether the placeholder may have been another file for a moment.
 static IS_SUSPECT: AtomicBool = AtomicBool::new(false);
-/// Whether the last new number that was asked for was refused, because none was free.
+/// Whether the last request for a new number failed because none was free.
 static ARE_SCARCE: AtomicBool = AtomicBool::new(false);
 /// The number at which the program closed the placeholder.
 static LOST: AtomicI32 = AtomicI32::new(-1);
@@ -135,7 +135,7 @@ impl Placeholder {
     }
 }
 
-/// Returns whether each new number is certainly a duplicate of the placeholder, because it was checked.
+/// Returns whether each new number is checked, and therefore certainly a duplicate of the placeholder.
 #[inline]
 pub(crate) fn is_checked_each_time() -> bool {
     IS_SUSPECT.load(Ordering::Relaxed)
@@ -150,8 +150,8 @@ pub(crate) fn is_suspect() -> bool {
     IS_SUSPECT.load(Ordering::Acquire)
 }
 
-/// Repairs a number that was created while the program had a file of its own at the placeholder's number, and is a duplicate of that
-/// file. Returns whether it was one, and now is a duplicate of the placeholder.
+/// Repairs a number that was created while the program had a file of its own at the placeholder's number, and that is therefore a
+/// duplicate of that file. Returns whether the number was such a duplicate and is now a duplicate of the placeholder.
 #[cold]
 pub(crate) fn repair(number: RawFd) -> bool {
     let Some(placeholder) = placeholder() else { return false };
@@ -173,12 +173,12 @@ pub(crate) fn note_given(number: RawFd) {
 
 /// Returns whether the kernel has a duplicate of the placeholder at a number.
 pub(crate) fn is_at(number: RawFd) -> bool {
-    // First, because it tells almost every other file apart, and never waits for a file system.
+    // The flags come first, because they tell almost every other file apart, and the question never waits for a file system.
     if raw_call::flags(number).is_none_or(|flags| flags & FLAGS != FLAGS) {
         return false;
     }
     let Some(placeholder) = placeholder() else { return false };
-    // The cheaper of two answers: a duplicate of the placeholder, if that is still itself.
+    // The cheaper of two checks comes first. It fails if the program has closed or replaced the placeholder.
     let is_duplicate = raw_call::are_same(number, placeholder.reserved.number()) == Some(true);
     is_duplicate || raw_call::identity(number) == Some(placeholder.reserved.identity())
 }

@@ -1,7 +1,7 @@
-//! AddressSanitizer: programs built with it start although their runtime library is not the first one.
+//! Lets programs that were built with AddressSanitizer start, although their runtime library is not the first one.
 //!
-//! The runtime asks this function for its options before it reads `ASAN_OPTIONS`, and refuses to start if another library comes
-//! before it, because that library's functions could hide its own. Ours pass every call on to the next library, the runtime.
+//! The runtime asks this function for its options before it reads `ASAN_OPTIONS`. It refuses to start if another library comes
+//! before it, because that library's functions could hide the runtime's. Ours pass every call on to the next library, the runtime.
 
 use std::ffi::{CStr, c_char};
 

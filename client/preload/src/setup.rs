@@ -1,4 +1,4 @@
-//! The session that the environment names. Read once, before the program's `main`; it does not attach to the session.
+//! Reads the environment, which names the session, once, before the program's `main`. It does not attach to the session.
 //!
 //! Everything that this library wants to know from the environment later is read here, because a signal handler may have
 //! interrupted a change of the environment.
@@ -59,7 +59,7 @@ pub(crate) fn variable(name: &str) -> Option<OsString> {
     env::var_os(name).filter(|value| !value.is_empty())
 }
 
-/// Returns what the environment said; `None` where this process is part of no session.
+/// Returns what the environment said; `None` if this process is not part of a session.
 #[inline]
 pub(crate) fn setup() -> Option<&'static Setup> {
     SETUP.get()

@@ -3,25 +3,24 @@
 //! As in a kernel, a number names an *open file description*, and several numbers may name the same one. There are two tables:
 //!
 //! - `descriptors`, by number: a *word* that names a description, or 0.
-//! - `descriptions`, by index: slots with a reference count and a generation. A number holds one reference; so does every
-//!   [`Reference`] while a call uses the description.
+//! - `descriptions`, by index: slots with a reference count and a generation. Each number holds one reference, and so does each
+//!   [`Reference`], which a call holds while it uses the description.
 //!
 //! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
 //!
-//! Everything is an atomic in memory that never moves. A lookup in `read` costs one load where the number is not ours, a fork
-//! copies the tables as they are, and a signal handler, or a thread that a fork left behind, leaves nothing locked.
+//! Everything is an atomic in memory that never moves. A lookup in `read` costs one load if the number is not ours. A fork copies
+//! the tables as they are. Neither a signal handler nor a thread that a fork left behind leaves anything locked.
 //!
 //! A program can close one of our numbers by a system call that this library does not see, and the kernel then gives the number
 //! to another file. So the table is believed only after a look at what the kernel has at the number:
 //!
-//! - [`find`] and [`is_ours`] look each time, which costs two system calls where the table has the number, and nothing elsewhere.
+//! - [`find`] and [`is_ours`] look each time, which costs two system calls if the table has the number, and none otherwise.
 //! - [`find_early`] is for calls that give no bytes of the file, and that programs and runtimes make right after `open`: `fstat`,
 //!   `isatty`, `posix_fadvise`. It believes the table the first few times.
 //! - [`presume`] always believes the table. It is for `read` and `lseek`, which would become much slower otherwise.
-//! - [`created`] is for every call in which the kernel gives out a number: what the table has there is out of date.
+//! - [`created`] is for every call in which the kernel gives out a number: whatever the table has at that number is out of date.
 //!
-//! In a `vfork` child these are the parent's tables: every lookup also asks the kernel there, and nothing here is changed from a
-//! child.
+//! In a `vfork` child these are the parent's tables. There, every lookup also asks the kernel, and the child changes nothing here.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::UnsafeCell;
@@ -41,7 +40,7 @@ use crate::{placeholder, vfork};
 
 /// One more than the highest descriptor number that can be ours. The kernel provides memory only for pages that are used.
 const DESCRIPTORS_MAX: usize = 1 << 20;
-/// Open file descriptions that a process can have at a time.
+/// The most open file descriptions that a process can have at a time.
 const DESCRIPTIONS_MAX: usize = 1 << 17;
 
 /// The two tables. All-zero bytes are empty tables.
@@ -51,8 +50,8 @@ struct Tables {
     descriptions: [Slot; DESCRIPTIONS_MAX],
 }
 
-/// The tables, which are never freed; null in a process that has not attached. They are not part of the library's own memory: a
-/// process that locks all of its memory (`mlockall`) would have to provide 28 MiB, also where it never uses the namespace.
+/// The tables, which are never freed; null in a process that has not attached. If they were part of the library's own memory, a
+/// process that locks all of its memory (`mlockall`) would need 28 MiB for them, even if it never uses the namespace.
 static TABLES: AtomicPtr<Tables> = AtomicPtr::new(null_mut());
 /// One more than the highest number that was ever ours.
 static DESCRIPTORS_USED: AtomicUsize = AtomicUsize::new(0);
@@ -68,10 +67,10 @@ const REFERENCES_MASK: u64 = (1 << 24) - 1;
 
 /// How often [`find_early`] believes the table. Python's `open` makes three such calls.
 const BELIEVED_MAX: u8 = 4;
-/// States of [`Description::trust`]. Up to [`BELIEVED_MAX`]: how often `find_early` has believed the table, while nobody has asked
-/// the kernel about the description's number. This one: the kernel had our placeholder at the number.
+/// A value of [`Description::trust`]: the kernel had our placeholder at the number. The values up to [`BELIEVED_MAX`] count how
+/// often `find_early` has believed the table, while nobody has asked the kernel about the description's number.
 const CHECKED: u8 = BELIEVED_MAX + 1;
-/// Nobody can tell whether the number is ours or the program's: reading fails.
+/// A value of [`Description::trust`]: nobody can tell whether the number is ours or the program's, so reading fails.
 const LOST: u8 = BELIEVED_MAX + 2;
 
 /// The file or directory that is open.
@@ -137,7 +136,7 @@ impl Description {
         }
     }
 
-    /// Returns whether this stands for a symlink itself. The kernel answers calls about what is below it, and about itself.
+    /// Returns whether this stands for a symlink itself. The kernel answers calls about the symlink and calls with a path below it.
     pub(crate) fn is_symlink(&self) -> bool {
         matches!(self.object, Object::Place(Place::Symlink(..)))
     }
@@ -298,7 +297,7 @@ fn entry(number: RawFd) -> Option<&'static AtomicU64> {
     tables()?.descriptors.get(usize::try_from(number).ok()?)
 }
 
-/// Returns whether the table has a number, which may be out of date.
+/// Returns whether the table has a number. The table may be out of date.
 #[inline]
 pub(crate) fn is_named(number: RawFd) -> bool {
     entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
@@ -341,8 +340,8 @@ pub(crate) fn find_early(number: RawFd) -> Option<Reference> {
     Some(open)
 }
 
-/// Returns the description that a word names, if the kernel has what belongs to it at the number. Otherwise the number was closed
-/// without calling our hooks, and is forgotten.
+/// Returns the description that a word names, if the kernel has the description's placeholder or kernel copy at the number.
+/// Otherwise the number was closed without calling our hooks, and is forgotten.
 #[cold]
 #[inline(never)]
 fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
@@ -370,8 +369,8 @@ fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
     None
 }
 
-/// Learns that the kernel has just given out a number, or has failed to, and returns the call's result for the program. What was known about it is out of date: it
-/// was closed without calling our hooks.
+/// Takes the result of a call in which the kernel gives out a number, and returns that result for the program. If there is a new
+/// number, whatever the table has there is out of date: the number was closed without calling our hooks.
 #[inline]
 pub(crate) fn created(number: RawFd) -> RawFd {
     if number < 0 {
@@ -392,8 +391,8 @@ fn forget_created(number: RawFd) {
     }
 }
 
-/// Returns whether a number is ours and open for reading. The kernel answers for all others, also for a place (`O_PATH`), whose
-/// placeholder it refuses to use in the same way.
+/// Returns whether a number is ours and open for reading. The kernel answers for all other numbers. It also answers for a place
+/// (`O_PATH`), because it refuses to use the placeholder just as it would refuse to use the place.
 pub(crate) fn is_open(number: RawFd) -> bool {
     find(number).is_some_and(|open| !open.is_place())
 }
@@ -437,7 +436,8 @@ fn drop_word(word: u64) {
     }
 }
 
-/// Returns whether the kernel's entry for a number matches our record, in this process, even if it is a forked child.
+/// Returns whether the kernel's entry for a number matches our record. The answer is for this process, even if it is a forked
+/// child.
 pub(crate) fn is_in_kernel(number: RawFd) -> bool {
     find_at_home(number).is_some_and(|open| open.is_at(number))
 }

@@ -2,8 +2,8 @@
 //! program. What it closes and duplicates there must not change what this library knows about the parent's descriptors.
 //!
 //! Calls of `vfork` are therefore counted. While one is in progress, a function that would change shared records first asks
-//! [`child`] whether it runs in the parent or in a child. Otherwise the question costs one load. A child's own copies of our
-//! numbers are noted on the parent's thread, which is the thread that the child runs on.
+//! [`child`] whether it runs in the parent or in a child. While no call is in progress, the question costs one load. A child's own
+//! copies of our numbers are noted on the parent's thread, which is the thread that the child runs on.
 //!
 //! The function `vfork` itself is in `calls/vfork.rs`.
 
@@ -18,10 +18,10 @@ pub(crate) static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
 /// The process whose memory this is.
 static HOME: AtomicI32 = AtomicI32::new(0);
 
-/// Copies of our numbers that are noted at a time on one thread. A child rarely makes more than three.
+/// The most copies of our numbers that one thread notes at a time. A child rarely makes more than three.
 const COPIES_MAX: usize = 16;
 
-/// A number that a `vfork` child has made a copy of another.
+/// A number at which a `vfork` child has made a copy of another number.
 #[derive(Clone, Copy)]
 struct ChildCopy {
     /// Process id of the child; 0 where the entry is free.
@@ -55,7 +55,7 @@ pub(crate) fn child() -> Option<i32> {
     (process != HOME.load(Ordering::Acquire)).then_some(process)
 }
 
-/// Returns whether this is a child whose descriptor table has something else at a number than its parent's.
+/// Returns whether this process is a child that has something else at a number than its parent has.
 #[inline]
 pub(crate) fn has_replaced(number: RawFd) -> bool {
     child().is_some_and(|child| {
@@ -69,7 +69,7 @@ pub(crate) fn note_copy(child: i32, from: RawFd, to: RawFd) {
     let mut copies = COPIES.get();
     let source = source_in(&copies, child, from);
     let old = copies.iter().position(|copy| copy.child == child && copy.number == to);
-    // Otherwise an entry that is free, or that an earlier child left behind.
+    // If there is none, takes an entry that is free, or that an earlier child left behind.
     let entry = old.or_else(|| copies.iter().position(|copy| copy.child != child));
     if let Some(entry) = entry {
         copies[entry] = ChildCopy { child, number: to, source };

@@ -88,7 +88,7 @@ pub(super) fn open_ids(view: &'static View, path: &[u8], ids: &[u32], flags: c_i
     Ok(super::new_handle(batch))
 }
 
-/// Stores the next file of a batch. Returns 1, or 0 at the end.
+/// Stores the view of a batch's next file. Returns 1, or 0 at the end.
 pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
     match batch.next() {
         None => Ok(0),
@@ -99,7 +99,7 @@ pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> R
     }
 }
 
-/// Stores one file of a batch that has been waited for.
+/// Stores the view of one file of a batch. The program has already waited for the whole batch.
 pub(super) fn get(batch: &Batch<'static>, index: size_t, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
     let bytes = batch.get(index).ok_or(libc::ENOENT)?;
     Ok(out.put(sample_view(index, Ok(bytes))).map(|()| 0)?)
@@ -116,7 +116,7 @@ fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
 ///
 /// # Errors
 ///
-/// EINVAL for no files, EXDEV for files of several datasets.
+/// EINVAL if there are no files, EXDEV if the files belong to several datasets.
 pub(super) fn order(view: &'static View, names: &[Path]) -> Result<*mut Order<'static>, Fault> {
     let Some(&first) = names.first() else { return Err(Fault::Errno(libc::EINVAL)) };
     let dataset = view.dataset_of(bytes(first)?)?;

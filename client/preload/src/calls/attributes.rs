@@ -1,4 +1,4 @@
-//! File system attributes (`statfs`, `statvfs`) and extended attributes, which the namespace does not support.
+//! File system attributes (`statfs`, `statvfs`), and extended attributes. The namespace has no extended attributes.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -16,7 +16,7 @@ const HERE: c_int = libc::AT_FDCWD;
 /// The file system type (`f_type`): "DFLY".
 const MAGIC: i64 = 0x4446_4c59;
 const BLOCK_SIZE: u64 = 4096;
-/// The bit of `f_flags` that says that the field is valid.
+/// The bit of `f_flags` that says that `f_flags` is valid.
 const ST_VALID: i64 = 0x20;
 
 hook! {

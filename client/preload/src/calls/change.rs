@@ -13,8 +13,8 @@
 //! | `temporary` | creates a name that it chooses itself | EROFS, or why the directory cannot hold it |
 //! | `file_removed` | removes a file | EROFS even if the file is missing, EISDIR for `.`, `..` and the prefix |
 //! | `directory_removed` | removes a directory | EROFS even if it is missing; EINVAL, ENOTEMPTY, EBUSY for `.`, `..`, the prefix |
-//! | `either_removed` | removes one or the other | as the two above |
-//! | `descriptor` | changes what a descriptor names, which is open for reading | the error in the table |
+//! | `either_removed` | removes a file or a directory | as the two above |
+//! | `descriptor` | changes a file through its descriptor, which is open only for reading | the error in the table |
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -93,7 +93,7 @@ fn descriptor(number: c_int, errno: c_int, read: impl FnOnce() -> Result<(), Err
 
 /// An argument that the kernel reads before it looks at the file.
 trait ReadFirst {
-    /// Fails with EFAULT, as the kernel then does.
+    /// Fails with EFAULT if the argument cannot be read, as the kernel then does.
     fn read(self) -> Result<(), Errno>;
 }
 

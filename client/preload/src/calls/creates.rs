@@ -2,8 +2,8 @@
 //! that such a call returns may still be in our table, because the program closed it without calling our hooks; here the table
 //! learns that the number now has another file.
 //!
-//! Functions that some C libraries do not have are left out: a program may look for them by name. Nobody reads by `read` from what
-//! they return.
+//! Functions that some C libraries do not have are left out, because a program may look for them by name to see whether they exist.
+//! That is safe: nobody calls `read` on the descriptors that those functions return.
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use std::os::fd::RawFd;

@@ -1,7 +1,7 @@
 //! Descriptors: duplicating, closing, querying, locking.
 //!
-//! The kernel does the work on the placeholder; these hooks keep the table in step with it. The order matters, because other
-//! threads open and close at the same time: a number is forgotten before the kernel closes it, and named after the kernel has
+//! The kernel does the work on the placeholder; these hooks keep the table in step with the kernel. The order matters, because
+//! other threads open and close at the same time: a number is forgotten before the kernel closes it, and named after the kernel has
 //! created it.
 
 use std::ffi::{c_int, c_uint, c_ulong};
@@ -41,7 +41,7 @@ hook! {
     }
 
     fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
-        // CLOSE_RANGE_CLOEXEC closes nothing now.
+        // With CLOSE_RANGE_CLOEXEC, the call closes nothing now.
         if first > last || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
             return close_kernel_range(first, last, flags);
         }
@@ -136,7 +136,7 @@ hook! {
     fn ioctl(descriptor: c_int, request: c_ulong, argument: FromC<c_ulong>) -> c_int {
         // Runtimes ask whether every file that they open is a terminal.
         match if request == libc::TCGETS { table::find_early(descriptor) } else { table::find(descriptor) } {
-            // Cloning one of our files into a kernel file: there are no extents to share.
+            // One of our files cannot be cloned into a kernel file, because there are no extents to share.
             None if request == CLONE && table::is_ours(argument.raw() as c_int) => fail(libc::EOPNOTSUPP),
             None if request == CLONE_RANGE && clone_source(argument).is_some_and(table::is_ours) => fail(libc::EOPNOTSUPP),
             None if request == CLONE && is_hidden(argument.raw() as c_int) => fail(libc::EBADF),
@@ -164,7 +164,7 @@ hook! {
         match command {
             _ if !table::is_open(descriptor) => lockf::next(descriptor, command, len),
             libc::F_ULOCK | libc::F_TEST => 0,
-            // A write lock through a descriptor that is open only for reading.
+            // A write lock needs a descriptor that is open for writing.
             _ => fail(libc::EBADF),
         }
     }
@@ -193,8 +193,9 @@ hook! {
     }
 }
 
-/// Forgets a descriptor that the program is about to close: afterward another thread may get the number. Returns `false` if it
-/// is one of the library's own, which stays open. The table need not be right here: closing the number is.
+/// Forgets a descriptor that the program is about to close, because another thread may get the number afterward. Returns `false` if
+/// the descriptor is one of the library's own, which stays open. This does not ask the kernel whether the number is still ours:
+/// either way, it is right to forget a number that is closed.
 pub(super) fn may_close(descriptor: RawFd) -> bool {
     if is_reserved(descriptor) {
         return false;
@@ -215,7 +216,7 @@ pub(super) fn make_room(from: RawFd, to: RawFd) -> Result<(), Errno> {
     if !is_reserved(to) || vfork::child().is_some() {
         return Ok(());
     }
-    // Without an open file to duplicate, the kernel would leave the number as it is: closed, to the program.
+    // Without an open file to duplicate, the call fails, and the number must go on looking closed to the program.
     if raw_call::flags(from).is_none() {
         return Err(libc::EBADF);
     }
@@ -252,7 +253,7 @@ pub(super) fn record_copy(from: RawFd, copy: RawFd) -> RawFd {
     copy
 }
 
-/// Changes some of a description's flags, also those of its kernel copy, which the programs that inherited it see.
+/// Changes some of a description's flags, and those of its kernel copy, because the programs that inherited the copy see those.
 fn change_flags(open: &Reference, which: c_int, flags: c_int) {
     let change = |before: c_int| Some(before & !which | flags & which);
     let _ = open.flags.fetch_update(Ordering::AcqRel, Ordering::Acquire, change);

@@ -21,7 +21,7 @@ use crate::table::{self, Description, Object, Reference};
 
 /// The mark at the start of our streams. A libc stream begins with a descriptor and a lock, and the lock is never all ones.
 const MARK: u64 = u64::from_le_bytes(*b"DFLY\xff\xff\xff\xff");
-/// The positions of `.` and `..`. Those of the listing, which begin at 0, are moved up by this number.
+/// The number of positions for `.` and `..`. The positions of the listing, which begin at 0, are moved up by this number.
 const DOTS: u64 = 2;
 
 /// A directory stream of ours.
@@ -150,7 +150,7 @@ hook! {
     }
 }
 
-/// Answers the system call `getdents` about a directory of ours, which no function of the C library makes. `None` for others.
+/// Answers the system call `getdents`, which no function of the C library makes, for a directory of ours. `None` for others.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn old_getdents(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> Option<isize> {
     let open = table::find(descriptor)?;
@@ -218,12 +218,12 @@ fn entry_at(open: &Description, position: u64) -> Option<(&[u8], u64, u8, u64)> 
     }
 }
 
-/// Writes as many records as fit, starting at the description's offset. `out` is what can be written of the program's buffer of
-/// `len` bytes.
+/// Writes as many records as fit, starting at the description's offset. `out` is the writable part of the program's buffer, which
+/// has `len` bytes in all.
 ///
 /// # Errors
 ///
-/// EINVAL if there is no room for a single one, EFAULT if there would be in the whole buffer.
+/// If there is no room for a single record: EFAULT if a part of the buffer cannot be written, else EINVAL.
 fn read_records(open: &Description, form: &RecordForm, out: &mut [u8], len: usize) -> Result<isize, Fault> {
     let mut filled = 0;
     let mut position = open.offset.load();

@@ -193,7 +193,8 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
     let file = executable(view, path)?;
     let copy = kernel_copy::copy_of(view, &file)?;
-    // The kernel enforces the mode, and the namespace does not.
+    // The kernel enforces the copy's mode, but the namespace does not enforce the file's. So the owner may always read and run the
+    // copy.
     let mode = file.stat().permissions & 0o777 | 0o500;
     copy.set_permissions(Permissions::from_mode(mode)).map_err(|error| kernel_copy::errno_of(&error))?;
     Ok(copy)
@@ -259,7 +260,7 @@ impl<'a> StringArray<'a> {
     }
 }
 
-/// The environment for another program: with the working directory if it is in the namespace, and without a stale one.
+/// The environment for another program. It contains the working directory if that is in the namespace, and never a stale one.
 pub(super) struct Environment<'a> {
     given: Strings<'a>,
     /// The changed array, and the variable that was added to it.
@@ -273,7 +274,7 @@ impl<'a> Environment<'a> {
 
     pub(super) fn in_directory(given: Strings<'a>, directory: Option<Vec<u8>>) -> Self {
         if !given.are_readable() {
-            // The kernel finds that out, too.
+            // The array cannot be read. The kernel finds that out, too.
             return Self { given, changed: None };
         }
         let name = [CWD_VARIABLE.as_bytes(), b"="].concat();

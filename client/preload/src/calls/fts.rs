@@ -1,8 +1,8 @@
 //! `fts` below the prefix: a walk over our own directory calls.
 //!
 //! A program reads the structures of a walk directly, so [`Entry`] and [`Public`] have the layout of `FTSENT` and `FTS`. A mark
-//! among the options tells our walks from libc's. Our walks never change the working directory; libc's do so unless the program
-//! passes FTS_NOCHDIR, and programs must not depend on it.
+//! among the options tells our walks from libc's. Our walks never change the working directory. libc's walks do so unless the
+//! program passes FTS_NOCHDIR, but programs must not depend on that.
 //!
 //! Ownership: a walk owns its current entry, the directories above it, the entries still to be visited, and the children that
 //! `fts_children` has listed. Each entry is freed when the walk moves past it, or with the walk.
@@ -93,9 +93,9 @@ struct Walk {
     public: Public,
     /// The parent of all roots, which the program does not see.
     top: NonNull<Entry>,
-    /// The children of the current entry, if they have been listed already. The next one is the last.
+    /// The children of the current entry, if they have been listed already, in reverse order: the next child is the last element.
     children: Option<Vec<NonNull<Entry>>>,
-    /// For each directory on the way down, the entries that are left. The next one is the last.
+    /// For each directory on the way down, the entries that are left, also in reverse order.
     waiting: Vec<Vec<NonNull<Entry>>>,
 }
 
@@ -204,7 +204,7 @@ impl Walk {
         NonNull::new(self.public.current).map(|mut entry| unsafe { entry.as_mut() })
     }
 
-    /// Sorts entries as the program requests, links them, and reverses the list, so that the next entry is the last.
+    /// Sorts entries as the program requests, links them, and reverses the list, so that the next entry is its last element.
     fn arrange(&self, mut entries: Vec<NonNull<Entry>>) -> Vec<NonNull<Entry>> {
         if let Some(compare) = self.public.compare {
             entries.sort_by(|left, right| {

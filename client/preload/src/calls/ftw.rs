@@ -71,7 +71,7 @@ struct Walk<'a> {
     visit: &'a dyn Fn(&CStr, &KernelStat, c_int, &mut Position) -> c_int,
     /// Inodes of the directories above the current entry. Where symlinks are followed, no directory is entered twice.
     above: Vec<u64>,
-    /// With FTW_CHDIR: the directory that the walk began in, to which its paths are relative.
+    /// With FTW_CHDIR: the working directory at the start of the walk, to which the walk's paths are relative.
     back: Option<c_int>,
 }
 

@@ -1,11 +1,11 @@
 //! The library's reserved descriptors look closed to the program.
 //!
-//! Each hook passes its descriptors on by way of [`as_seen`], which replaces a reserved number by one at which nothing is ever open.
-//! So the kernel itself finds what is wrong with the call, in its usual order. [`hook!`] does this for all arguments that have one of
-//! the names that [`seen!`] lists. The functions below have hooks for this reason only.
+//! Each hook passes its descriptors on through [`as_seen`], which replaces a reserved number by one at which nothing is ever open.
+//! So the kernel itself finds what is wrong with the call, in its usual order. [`hook!`] does this for all arguments that have one
+//! of the names that [`seen!`] lists. The functions below have hooks for this reason only.
 //!
-//! What this library itself does with a reserved descriptor passes these hooks too. There the number stays as it is, because the
-//! thread is using the descriptor (see [`dayfly_client::reserved_fd`]); or the call is one of [`crate::next`], which hides nothing.
+//! This library's own calls about a reserved descriptor pass through these hooks too. They keep the number, because the thread is
+//! noted as a user of the descriptor (see [`dayfly_client::reserved_fd`]). Calls of [`crate::next`] hide nothing at all.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::os::fd::RawFd;

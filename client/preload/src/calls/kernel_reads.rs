@@ -1,8 +1,8 @@
-//! The functions that start asynchronous reads: those of the C library, of libaio and of liburing. They get kernel copies first
-//! (see [`crate::kernel_reads`]), and are then passed on.
+//! The functions that start asynchronous reads: those of the C library, of libaio and of liburing. The descriptors in a request
+//! first get kernel copies (see [`crate::kernel_reads`]). Then the call is passed on.
 //!
-//! A library of the program's own may define these names too, and may have been loaded so that it does not come after this one in
-//! the search for names (`RTLD_LOCAL`). [`find`] looks there too.
+//! A library of the program may define these functions too. If it was loaded with `RTLD_LOCAL`, it may not come after this library
+//! in the search for names. So [`find`] looks there too.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long, c_uint, c_void};
 use std::ptr::null_mut;
@@ -54,7 +54,7 @@ hook! {
 
     fn lio_listio | lio_listio64 (mode: c_int, list: FromC<*const Request>, count: c_int, event: FromC<*mut c_void>) -> c_int {
         if is_needed() {
-            // The C library itself follows a list that cannot be read.
+            // This ignores a list that cannot be read, and leaves it to the C library, which reads the list itself.
             let requests = list.values(usize::try_from(count).unwrap_or(0)).into_iter().flatten();
             requests.filter_map(|request| request.get()).for_each(serve);
         }
@@ -104,7 +104,7 @@ hook! {
     }
 }
 
-/// Finds the function of a name that is not this library's own: the next one, or one of any library that is loaded.
+/// Finds a function by its name, but not this library's own: the next library's, or that of any library that is loaded.
 fn find(name: &'static CStr, own: usize) -> Option<usize> {
     type Open = unsafe extern "C" fn(*const c_char, c_int) -> *mut c_void;
     let next = Next::new();
@@ -139,7 +139,7 @@ fn loaded_libraries() -> Vec<CString> {
     paths
 }
 
-/// Gives the descriptors in requests of libaio kernel copies.
+/// Gives kernel copies to the descriptors in requests of libaio.
 pub(crate) fn serve_submitted(count: c_long, list: FromC<*const FromC<*const KernelRequest>>) {
     if is_needed() {
         // The kernel fails for a list that cannot be read.

@@ -2,8 +2,8 @@
 //!
 //! The dynamic linker searches for a library in folders that its *caller* names, and finds the caller by the return address. So
 //! `dlopen` is written in assembly: it asks [`target`] which path to load, and then jumps to the next `dlopen`, which returns to
-//! the program. For a library of the namespace that path is the one of its copy (see [`crate::library`]); every other name is
-//! passed on as it is.
+//! the program. For a library of the namespace, [`target`] returns the path of the library's copy (see [`crate::library`]); every
+//! other name is passed on as it is.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -106,8 +106,8 @@ fn prepared(text: &CStr, ours: &[u8], flags: Option<c_int>) -> *const c_char {
     }
 }
 
-/// Carries a library, after loading the libraries that it needs from the namespace. `seen` are the names of needed libraries that
-/// have been looked at: libraries may need each other.
+/// Carries a library, after loading the libraries that it needs from the namespace. `seen` has the names of the needed libraries
+/// that have been looked at, because libraries may need each other.
 fn carried(view: &View, path: &[u8], flags: Option<c_int>, seen: &mut Vec<CString>) -> Result<&'static Carried, Fault> {
     let file = view.open(path)?;
     if let Some(flags) = flags.filter(|flags| flags & libc::RTLD_NOLOAD == 0) {
@@ -162,12 +162,12 @@ fn unloadable(text: &CStr, errno: Errno) -> *const c_char {
     kept(CString::new([UNLOADABLE, number.as_bytes(), b"/", text.to_bytes()].concat()).unwrap_or_default())
 }
 
-/// Keeps a path for as long as the linker may use it: it cannot be freed after a jump.
+/// Keeps a path for as long as the linker may use it. After the jump to the linker, nothing can free the path.
 fn kept(path: CString) -> *const c_char {
     path.into_raw()
 }
 
-/// How a path begins that the linker cannot open: no descriptor has a negative number. An error number and a path follow.
+/// The beginning of a path that the linker cannot open: no descriptor has a negative number. An error number and a path follow.
 const UNLOADABLE: &[u8] = b"/proc/self/fd/-";
 
 thread_local! {
@@ -181,7 +181,7 @@ fn message_for(given: &CStr) -> Option<CString> {
     if let Some(rest) = given.strip_prefix(UNLOADABLE) {
         let (number, rest) = rest.split_at(rest.iter().position(|&byte| byte == b'/')?);
         let errno = std::str::from_utf8(number).ok()?.parse().ok()?;
-        // The linker's message ends with another reason.
+        // The message ends with the linker's reason, which is not the real one.
         let path = rest[1..].split(|&byte| byte == b':').next()?;
         let reason = memory::reason(errno);
         return CString::new([path, b": cannot open shared object file: ", reason.to_bytes()].concat()).ok();
@@ -207,7 +207,7 @@ hook! {
         // SAFETY: the linker's message, which lives until this thread asks for the next one.
         let message = unsafe { FromC::new(given.cast_const()) }.string().and_then(message_for);
         let Some(message) = message else { return given };
-        // A thread that ends has no room for the message.
+        // In a thread that is ending, there may be no room for the message.
         MESSAGE.try_with(|kept| {
             kept.replace(message);
             kept.borrow().as_ptr().cast_mut()
@@ -216,7 +216,7 @@ hook! {
     }
 }
 
-/// Replaces the path of a copy by the library's path in the namespace: a program looks for other files next to it.
+/// Replaces the path of a copy by the library's path in the namespace, because programs look for other files next to a library.
 fn rename(result: c_int, out: FromC<*mut Dl_info>) -> c_int {
     if result != 0
         && let Some(mut info) = out.get()

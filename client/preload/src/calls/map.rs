@@ -24,10 +24,10 @@ use crate::memory::{self, Failed, FromC};
 use crate::table::Reference;
 use crate::{kernel_copy, pages, table};
 
-/// The protection of memory about which [`pages`] has nothing to forget.
+/// The protection of memory that can be read and written, so that [`pages`] need not forget anything about it.
 const READ_WRITE: c_int = libc::PROT_READ | PROT_WRITE;
 
-/// The address of a mapping, which has a failure value of its own.
+/// The address of a mapping. Its failure value is `MAP_FAILED` instead of the null pointer.
 struct Mapped(*mut c_void);
 
 impl Failed for Mapped {
@@ -224,7 +224,7 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
     Ok(())
 }
 
-/// Returns a segment's file. Gets it again if the program has closed its descriptor; `None` if that fails.
+/// Returns a segment's file, opened again if the program has closed its descriptor; `None` if that fails.
 fn intact<'a>(view: &View, file: &OpenFile, segment: &'a ReservedFd) -> Option<InUse<'a>> {
     segment.get().or_else(|_| view.session().restore(file.dataset()).ok().and_then(|()| segment.get().ok()).ok_or(())).ok()
 }
@@ -245,14 +245,14 @@ fn parts(file: &OpenFile, request: &MapRequest<'_>) -> Result<Vec<Part>, Fault> 
     Ok(parts)
 }
 
-/// Returns whether a part may be mapped in place: if its block shares no page with another, and if the session does not verify
-/// reads, which would have to look at the bytes first.
+/// Returns whether a part may be mapped in place: its block shares no page with another, and the session does not verify reads,
+/// because the bytes would have to be checked first.
 fn may_map_in_place(view: &View, file: &OpenFile, part: &Part) -> bool {
     let len = file.dataset().catalog().block(part.block).map_or(0, |(_, len)| len);
     len >= PAGE_BLOCK_SIZE_MIN && !view.session().verifies_reads()
 }
 
-/// Maps a range of a kernel file at an offset of the room.
+/// Maps a range of a kernel file at an offset within the room at `base`.
 fn put(request: &MapRequest<'_>, base: *mut c_void, start: u64, len: u64, descriptor: RawFd, offset: u64) -> Result<(), Fault> {
     let kind = if request.flags & libc::MAP_TYPE == MAP_PRIVATE { MAP_PRIVATE } else { MAP_SHARED };
     let flags = kind | MAP_FIXED | request.flags & (libc::MAP_POPULATE | libc::MAP_LOCKED | libc::MAP_NORESERVE);

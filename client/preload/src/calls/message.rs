@@ -1,7 +1,7 @@
 //! Messages that carry descriptors. A descriptor of ours that goes to another process is replaced by a kernel copy.
 //!
-//! The copies stand in a copy of the message's control data. The program's own may be in memory that cannot be written, and another
-//! thread may send the same.
+//! The kernel copies are put into a copy of the message's control data. The program's own control data may be in memory that cannot
+//! be written, and another thread may be sending the same data.
 
 use std::ffi::{c_int, c_uint};
 use std::fs::File;
@@ -27,7 +27,8 @@ hook! {
             Ok(None) => sendmsg::next(socket, message, flags),
             Ok(Some(mut control)) => {
                 control.put_in(&mut header);
-                // SAFETY: a live header, which refers to live control data and else to what the program's refers to.
+                // SAFETY: a live header, which refers to live control data; all else that it refers to is the same as in the
+                // program's header.
                 sendmsg::next(socket, unsafe { FromC::new(&raw const header) }, flags)
             }
             Err(errno) => fail(errno),
@@ -95,7 +96,7 @@ fn concerns_us(number: RawFd) -> bool {
     table::is_ours(number) || is_hidden(number)
 }
 
-/// Copies a message's control data, of which `has_control` knows that it can be read, to where its headers are aligned.
+/// Copies a message's control data to memory in which its headers are aligned. `has_control` has found that the data can be read.
 fn copied(header: &msghdr) -> Vec<u64> {
     let mut words = vec![0_u64; header.msg_controllen.div_ceil(size_of::<u64>())];
     // SAFETY: readable, and the vector has room for as many bytes.
@@ -115,7 +116,7 @@ fn passed(header: &msghdr, control: &[u64]) -> impl Iterator<Item = RawFd> {
 fn places(header: &msghdr, control: *mut u64) -> Vec<*mut RawFd> {
     let mut places = Vec::new();
     // SAFETY: the macros follow no other pointer of the header than this one, which leads to as many bytes as the header says, and
-    // they stay within these. A length that a program has put there is cut at the end.
+    // they stay within these bytes. If the program has put a greater length into the data, it is cut off at the end.
     unsafe {
         let header = msghdr { msg_control: control.cast(), ..*header };
         let end = control.addr() + header.msg_controllen;

@@ -68,7 +68,7 @@ hook! {
     ) -> c_int {
         let ours = |view: &View, path: &[u8]| {
             let stat = if flags & libc::AT_SYMLINK_FOLLOW != 0 { view.stat(path) } else { view.lstat(path) };
-            // As of a file system that has no handles.
+            // The same as on a file system that has no file handles.
             stat.map_err(Fault::from).and(Err(Fault::Errno(libc::EOPNOTSUPP)))
         };
         path::at_or_itself(directory, path, flags, ours, |directory, path| {
@@ -182,7 +182,7 @@ fn target_of_place(directory: c_int, path: FromC<*const c_char>) -> Option<Vec<u
     }
 }
 
-/// Stores a symlink's target as `readlink` does: without a NUL, and truncated if there is no room.
+/// Stores a symlink's target as `readlink` does: without a NUL, and truncated if there is too little room.
 fn copy_cut(bytes: &[u8], out: FromC<*mut c_char>, len: size_t) -> Result<isize, Errno> {
     if len == 0 {
         return Err(libc::EINVAL);
@@ -192,7 +192,7 @@ fn copy_cut(bytes: &[u8], out: FromC<*mut c_char>, len: size_t) -> Result<isize,
     Ok(count as isize)
 }
 
-/// Stores a path where the program wants it, which has room for PATH_MAX bytes, or in new memory for the null pointer.
+/// Stores a path in the program's buffer, which has room for PATH_MAX bytes. If the pointer is null, stores the path in new memory.
 fn give_path(path: &[u8], out: FromC<*mut c_char>) -> Result<*mut c_char, Fault> {
     if path.len() >= libc::PATH_MAX as usize {
         return Err(Fault::Errno(libc::ENAMETOOLONG));

@@ -80,8 +80,8 @@ pub(crate) fn open_in(view: &View, path: &[u8], flags: c_int) -> Result<RawFd, F
     Ok(give_number(&description, close_on_exec)?)
 }
 
-/// Returns whether a failure comes second to another one: the kernel looks for a free number before it looks at the path. Programs
-/// often look for files that do not exist, so then this asks the kernel only if numbers were scarce before.
+/// Returns whether the call must fail for lack of a free number instead: the kernel looks for a number before it looks at the path.
+/// Programs often look for files that do not exist. For such a fault, this asks the kernel only if numbers were scarce before.
 fn has_no_number(fault: &Fault) -> bool {
     match fault {
         Fault::Leaves(_) => false,

@@ -79,9 +79,10 @@ hook! {
     }
 }
 
-/// Arrays of at most this many descriptors are copied to the stack: a handler that jumps out of the call leaves nothing behind.
+/// Arrays of at most this many descriptors are copied to the stack, so a handler that jumps out of the call leaves no memory
+/// behind.
 const ON_STACK_MAX: usize = 64;
-/// One more than the highest number that a set for `select` is searched for. The kernel opens none above it, unless told to.
+/// One more than the highest number that a set for `select` is searched for. By default, the kernel gives out no higher number.
 const NUMBERS_MAX: c_int = 1 << 20;
 
 /// Returns what the program learns about a descriptor of ours, or about a reserved one, which looks closed.
@@ -94,7 +95,8 @@ fn answered(entry: pollfd) -> Option<i16> {
 }
 
 /// Polls. `kernel` polls an array without our descriptors; its second argument says whether one of ours is ready, so that it must
-/// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of it.
+/// not wait. The program's array is changed only when the call returns: a thread may be canceled in it, or a handler jump out of
+/// it.
 pub(super) fn poll_with(
     descriptors: FromC<*mut pollfd>,
     count: nfds_t,
@@ -149,8 +151,8 @@ fn selects_hidden(count: c_int, sets: [Set; 3]) -> bool {
     reserved_numbers().filter(in_range).any(|number| sets.iter().any(|set| is_member(set, number)) && is_hidden(number))
 }
 
-/// Selects. `kernel` selects among the first so many descriptors in sets without ours; its last argument says whether one of ours is
-/// ready. The program's sets are changed only when the call returns, as by the kernel.
+/// Selects. `kernel` gets the count of numbers and the sets without ours; its last argument says whether one of ours is ready. The
+/// program's sets are changed only when the call returns, as by the kernel.
 pub(super) fn select_with(count: c_int, sets: [Set; 3], kernel: impl FnOnce(c_int, [Set; 3], bool) -> c_int) -> c_int {
     if selects_hidden(count, sets) {
         return fail(libc::EBADF);

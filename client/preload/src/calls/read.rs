@@ -13,7 +13,7 @@ use crate::memory::{self, FromC, fail};
 use crate::next::act_on_cancel;
 use crate::table::{self, Description, Object};
 
-/// `struct iovec`, with a pointer that has the same promise as the pointer to the structure.
+/// `struct iovec`. C's promise for the pointer to the structure also covers the pointer in it.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Part<'a> {
@@ -23,9 +23,9 @@ pub(crate) struct Part<'a> {
 
 const _: () = assert!(size_of::<Part<'_>>() == size_of::<libc::iovec>());
 
-/// The flags that some kernel takes for `preadv2` (`RWF_HIPRI` to `RWF_DONTCACHE`). All of them are hints about reading.
+/// The flags that any version of Linux accepts for `preadv2` (`RWF_HIPRI` to `RWF_DONTCACHE`). All of them are hints about reading.
 const READ_FLAGS: c_int = 0xff;
-/// The highest offset in a file of ext4 with blocks of 4 KiB, which programs expect that probe for it.
+/// The highest offset in a file of ext4 with blocks of 4 KiB. Programs that probe for the highest offset expect this one.
 const FILE_OFFSET_MAX: off_t = ((1 << 32) - 1) * 4096;
 
 /// A vector of buffers.
@@ -137,7 +137,7 @@ fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size
         // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
         let _deferral = cancellation::uninterrupted();
         let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
-        // It does not wait, because the file is in memory or on a drive.
+        // The read does not wait, because the file is in memory or on a drive.
         let count = read::next(kernel.as_raw_fd(), out, len);
         return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
     };
@@ -214,7 +214,7 @@ fn read_all_from(open: &Description, vector: Parts, count: c_int, offset: off_t)
 }
 
 fn seek(open: &Description, offset: off_t, whence: c_int) -> Result<off_t, Fault> {
-    // As ext4: the end of a directory is the highest offset.
+    // As on ext4, the end of a directory is the highest offset.
     let (size, highest) = match &open.object {
         Object::File(file) => (file.stat().size as i64, FILE_OFFSET_MAX.max(file.stat().size as i64)),
         Object::Directory(_) => (off_t::MAX, off_t::MAX),

@@ -1,8 +1,9 @@
 //! SIGBUS. While segments are mapped, the signal belongs to this library: a drive that fails during a copy gives EIO instead of
-//! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when it asks, and applied to
-//! every fault that is not ours, with its mask and its flags. Calls about other signals are passed on.
+//! ending the program. The action that the program itself sets for SIGBUS is remembered, returned when the program asks, and
+//! applied to every fault that is not ours, with its mask and its flags. Calls about other signals are passed on.
 //!
-//! A program may block SIGBUS, as any signal. It is only noted: a thread that blocks the signal reads without mapped memory.
+//! A program may block SIGBUS, like any signal. This library only notes that: a thread that blocks SIGBUS reads without mapped
+//! memory.
 //!
 //! Before the program sets its first handler, this library prepares for calls in handlers.
 
@@ -41,7 +42,7 @@ hook! {
             None => bus_error::disposition(),
         };
         if !old.is_null() {
-            // For the fields that are not the program's: those that the kernel returns.
+            // Asks the kernel first, because some fields do not come from the program.
             let result = next::sigaction(number, FromC::<*mut Action>::null().as_const(), old);
             if result != 0 {
                 return result;
@@ -109,7 +110,7 @@ fn replace(handler: usize, mask: u64, flags: c_int) -> isize {
 
 /// Notes that the calling thread may now block SIGBUS. Returns the result for the program.
 fn note(how: c_int, new: FromC<*const sigset_t>, result: c_int) -> c_int {
-    // SAFETY: the kernel has just read these 8 bytes, which are its whole set.
+    // SAFETY: the kernel has just read these 8 bytes, which are all of its signal set.
     let blocks = || unsafe { FromC::new(new.raw().cast::<u64>()) }.get().is_some_and(|set| set >> (SIGBUS - 1) & 1 == 1);
     if result == 0 && how != libc::SIG_UNBLOCK && blocks() {
         bus_error::note_mask();

@@ -3,9 +3,9 @@
 //! glibc's versions do not call our hooks between the fork and the `exec`. So everything is prepared beforehand: the open files
 //! are handed over (see `exec_handoff`), and the working directory is passed in the environment.
 //!
-//! A *list of file actions* (`posix_spawn_file_actions_t`) belongs to libc, which cannot carry out actions on the namespace.
-//! Such an action is recorded here, by the list's address: an open becomes the duplication of a kernel copy, and the rest a
-//! [`Need`] that is met before the spawn.
+//! A *list of file actions* (`posix_spawn_file_actions_t`) belongs to libc, which cannot carry out actions on the namespace. This
+//! module records such an action by the list's address. An action that opens a file becomes one that duplicates a kernel copy, and
+//! every other action becomes a [`Need`] that is met before the spawn.
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
@@ -268,7 +268,8 @@ fn prepared(actions: Opaque, environment: Strings, spawn: impl FnOnce(Strings) -
     }
 }
 
-/// Calls a function that runs a shell with this process's own environment, which contains the working directory in the meantime.
+/// Calls a function that runs a shell with this process's own environment. During the call, the environment contains the working
+/// directory.
 fn with_directory<R>(call: impl FnOnce() -> R) -> R {
     let Some(directory) = cwd::current().and_then(|directory| CString::new(directory).ok()) else {
         return call();

@@ -49,8 +49,8 @@ hook! {
         })
     }
 
-    // The names that programs have for old C libraries. Each calls the next function of its own name: fakeroot's `fstatat` calls
-    // `__fxstatat`, which would call `fstatat` again.
+    // The names that programs built for old C libraries use. Each passes calls on to the next function of its own name. Otherwise
+    // fakeroot's `fstatat` would call `__fxstatat`, and that would call `fstatat` again.
 
     fn __xstat | __xstat64 (version: c_int, path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
         relative(HERE, path, out, 0, |directory, path: FromC<*const c_char>| match directory == HERE && exists!(__xstat) {
@@ -136,7 +136,7 @@ fn mode_of_link(path: FromC<*const c_char>, flags: c_int) -> Option<u32> {
     Some(if path::linked(path)?.is_place() { 0 } else { 0o500 })
 }
 
-/// Corrects what the kernel has stored, if it has. Returns the result for the program.
+/// Corrects the attributes that the kernel has stored, unless the call failed. Returns the result for the program.
 fn with_mode<T: Copy>(result: c_int, out: FromC<*mut T>, correct: impl FnOnce(&mut T)) -> c_int {
     if result == 0
         && let Some(mut form) = out.get()
@@ -148,7 +148,7 @@ fn with_mode<T: Copy>(result: c_int, out: FromC<*mut T>, correct: impl FnOnce(&m
     result
 }
 
-/// Returns whether the call is about the descriptor itself. Newer kernels take the null pointer for an empty path.
+/// Returns whether the call is about the descriptor itself. Newer kernels treat the null pointer as an empty path.
 fn means_descriptor(path: FromC<*const c_char>, flags: c_int) -> bool {
     flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || path.path().is_some_and(CStr::is_empty))
 }

@@ -1,8 +1,8 @@
 //! `FILE` streams over our files. They are libc's own streams with our functions below (`fopencookie`), so everything that
 //! reads from a stream works: `fread`, `getline`, `fscanf`, C++'s `ifstream`.
 //!
-//! libc gives such a stream no descriptor. We store ours where every other stream has one, for `fileno` and for programs that
-//! read that field without a call.
+//! libc gives such a stream no descriptor. We store our descriptor in the field where every other stream has its own, for `fileno`
+//! and for programs that read that field without a call.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
@@ -107,7 +107,7 @@ hook! {
     }
 }
 
-/// Returns `open`'s flags for a mode of `fopen`'s.
+/// Returns the flags of `open` that correspond to a mode of `fopen`.
 fn open_flags(mode: FromC<*const c_char>) -> Result<c_int, Fault> {
     let mode = mode.string().ok_or(libc::EINVAL)?.to_bytes();
     // A comma begins the name of a character set.
@@ -131,7 +131,7 @@ fn forget_number(stream: FromC<*mut FILE>) {
     }
 }
 
-/// Learns of the number of a new stream of libc's, and returns the stream.
+/// Tells the table the number of a stream that libc has just made, and returns the stream.
 fn created(stream: *mut FILE) -> *mut FILE {
     // SAFETY: libc's new stream, or null.
     if let Some(number) = number_of(unsafe { FromC::new(stream) }) {

@@ -1,11 +1,11 @@
-//! `syscall`: system calls by number. libuv closes descriptors in this way, and others open, read and duplicate them.
+//! `syscall`: system calls by number. libuv closes descriptors in this way, and other libraries open, read and duplicate them.
 //!
 //! Every number but those of [`rules`] goes on to the next library with all registers and `errno` untouched: the entry is
 //! written in assembly and ends with a jump. The numbers of `rules` concern descriptors or paths. Such a call continues in
 //! [`dispatch`], which answers for the namespace as the C library's function of that name does, and otherwise passes it on.
 //!
-//! What is passed on goes to the next library's `syscall`, never through a hook: the next library may have made the call, in its own
-//! function of that name (tcmalloc's `mmap`), and the hook would call that function again.
+//! A call that is passed on goes to the next library's `syscall`, never through a hook. The next library may have made the call in
+//! its own function of that name (as tcmalloc does in `mmap`), and the hook would call that function again.
 //!
 //! [`descriptors`] lists the calls that name descriptors: to them, the reserved ones look closed.
 //!
@@ -30,7 +30,7 @@ use crate::{cwd, kernel_reads, next, pages, path, table};
 
 /// One more than the highest number that can be of interest.
 const NUMBERS_MAX: usize = 512;
-/// Arguments that a system call can have.
+/// The most arguments that a system call can have.
 const ARGUMENTS: usize = 6;
 
 /// By number: 1 if calls of this number continue in [`dispatch`].
@@ -141,7 +141,7 @@ extern "C" fn missing() -> c_long {
     memory::fail(libc::ENOSYS)
 }
 
-/// Calls of interest continue here. A hook may end the thread, if it is canceled.
+/// Calls of interest continue here. A hook may end the thread, if the thread is canceled.
 extern "C-unwind" fn dispatch(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let mut arguments = [a, b, c, d, e, f];
     for &at in descriptors::positions(number) {
@@ -196,7 +196,7 @@ impl Argument for usize {
 
 impl<T> Argument for FromC<'_, *const T> {
     fn of(word: usize) -> Self {
-        // SAFETY: a program that makes the call promises of its pointers what C's function of that name demands.
+        // SAFETY: a program that makes the call keeps the promise for its pointers that C's function of that name demands.
         unsafe { FromC::new(word as *const T) }
     }
 }
@@ -280,14 +280,14 @@ impl Call {
         is_empty && (table::is_ours(directory) || directory == libc::AT_FDCWD && cwd::current().is_some())
     }
 
-    /// Passes a call on that returns a new descriptor.
+    /// Passes on a call that returns a new descriptor.
     fn creates(&self) -> c_long {
         let number = self.kernel();
         table::created(number as RawFd);
         number
     }
 
-    /// Passes a call on that may return a new descriptor, or another number.
+    /// Passes on a call that returns a new descriptor or some other number.
     fn may_create(&self) -> c_long {
         let number = self.kernel();
         // Asks the kernel, and forgets the number if it is no longer ours.
@@ -295,7 +295,7 @@ impl Call {
         number
     }
 
-    /// Passes a call on that stores two new descriptors where an argument points.
+    /// Passes on a call that stores two new descriptors where an argument points.
     fn creates_two(&self, pair: usize) -> c_long {
         let result = self.kernel();
         if result == 0 {
@@ -304,7 +304,7 @@ impl Call {
         result
     }
 
-    /// Passes a call on that receives a message, perhaps with descriptors.
+    /// Passes on a call that receives a message, perhaps with descriptors.
     fn receives(&self, message: usize) -> c_long {
         let result = self.kernel();
         if result >= 0 {
@@ -313,14 +313,14 @@ impl Call {
         result
     }
 
-    /// Passes a call on that receives several messages, and returns how many.
+    /// Passes on a call that receives several messages and returns their count.
     fn receives_many(&self, messages: usize) -> c_long {
         let result = self.kernel();
         super::creates::all_received(self.get(messages), result);
         result
     }
 
-    /// Passes a call on that takes the process to another directory.
+    /// Passes on a call that takes the process to another directory.
     fn leaves(&self) -> c_long {
         let result = self.kernel();
         if result == 0 {
@@ -351,13 +351,13 @@ impl Call {
         }
     }
 
-    /// Passes a call of libaio on, after the descriptors that it names have got kernel copies.
+    /// Passes on a call of libaio, after the descriptors that it names have got kernel copies.
     fn submits(&self) -> c_long {
         super::kernel_reads::serve_submitted(self.get(1), self.get(2));
         self.kernel()
     }
 
-    /// Passes a call on that sets up a ring of io_uring. From then on, every open file has a kernel copy.
+    /// Passes on a call that sets up a ring of io_uring. From then on, every open file has a kernel copy.
     fn sets_up_ring(&self) -> c_long {
         let number = self.creates();
         if number >= 0 {
@@ -393,7 +393,7 @@ impl Call {
         }
     }
 
-    /// Passes on `mmap` of what is not ours.
+    /// Passes on an `mmap` that does not map a file of ours.
     fn maps(&self) -> c_long {
         let result = self.kernel();
         map::note_mapped(result as *mut c_void, self.get(1), self.get(2), self.get(3));
@@ -419,7 +419,7 @@ impl Call {
         result
     }
 
-    /// Passes on a call that protects memory in the way that its third argument says, or with a key.
+    /// Passes on a call that protects memory, either in the way that its third argument says or with a key.
     fn protects(&self) -> c_long {
         let result = self.kernel();
         let protection = if self.number == libc::SYS_mprotect { self.get(2) } else { libc::PROT_NONE };

@@ -18,9 +18,9 @@ use crate::table::{self, Reference};
 
 /// All flags of `splice` and `tee`.
 const SPLICE_FLAGS: c_uint = libc::SPLICE_F_MOVE | libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MORE | libc::SPLICE_F_GIFT;
-/// Bytes that a pipe takes without waiting if `poll` says that it can be written to.
+/// The number of bytes that a pipe takes without waiting if `poll` says that the pipe can be written to.
 const PIPE_PART_LEN: usize = libc::PIPE_BUF;
-/// Bytes that are moved at a time: as many as a pipe holds, so that an empty one takes them without waiting.
+/// The number of bytes that are moved at a time: as many as a pipe holds, so that an empty pipe takes them without waiting.
 const CHUNK_LEN: usize = 64 << 10;
 
 hook! {
@@ -148,7 +148,7 @@ hook! {
 struct Sink {
     number: RawFd,
     flags: c_int,
-    /// The type bits of its mode.
+    /// The type bits of the file's mode.
     kind: mode_t,
 }
 
@@ -170,7 +170,7 @@ impl Sink {
         if self.flags & libc::O_ACCMODE == libc::O_RDONLY { Err(libc::EBADF) } else { Ok(()) }
     }
 
-    /// Checks that a pipe takes bytes now, if the call must not wait. `flags` are those of `splice`.
+    /// If the call must not wait, checks that a pipe takes bytes now. `flags` are those of `splice`.
     fn check_room(&self, flags: c_uint) -> Result<(), Errno> {
         if self.flags & libc::O_NONBLOCK == 0 && flags & libc::SPLICE_F_NONBLOCK == 0 {
             return Ok(());
@@ -181,7 +181,7 @@ impl Sink {
     }
 }
 
-/// Checks an offset that the program may have given. A negative one is the error `negative`.
+/// Checks an offset that the program may have given. Fails with the error `negative` if the offset is negative.
 fn check_offset(offset: FromC<*mut off_t>, negative: Errno) -> Result<(), Errno> {
     if offset.get_if_given()?.is_some_and(|offset| offset < 0) { Err(negative) } else { Ok(()) }
 }
@@ -238,8 +238,8 @@ fn transfer(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, to_offs
     })
 }
 
-/// Writes, at an offset if one is given. The system call is made by number, because the C library's functions are cancellation points,
-/// and `sendfile` is none.
+/// Writes, at an offset if one is given. The system call is made by number, because the C library's functions are cancellation
+/// points, and `sendfile` is not one.
 fn write_at(to: RawFd, bytes: &[u8], offset: Option<off_t>) -> isize {
     let (start, len) = (bytes.as_ptr().addr(), bytes.len());
     let written = match offset {
@@ -249,8 +249,9 @@ fn write_at(to: RawFd, bytes: &[u8], offset: Option<off_t>) -> isize {
     written as isize
 }
 
-/// Reads from one of our files and writes to a pipe, of which it fills what is free, because the caller may be the program that
-/// empties it. A thread may be canceled while it waits for room, so nothing then holds a deferral or runs inside of `answer`.
+/// Reads from one of our files and writes to a pipe. Fills only the free part of the pipe, because the caller may be the program
+/// that empties it. A thread may be canceled while it waits for room, so during the wait nothing holds a deferral or runs inside of
+/// `answer`.
 fn splice_to_pipe(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, len: usize, flags: c_uint) -> isize {
     let before = memory::errno();
     let room = next::fcntl_number(to, libc::F_GETPIPE_SZ, 0);
@@ -300,7 +301,7 @@ fn splice_to_pipe(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, l
     }
 }
 
-/// Returns whether nothing is in a pipe.
+/// Returns whether a pipe is empty.
 fn is_empty(pipe: RawFd) -> bool {
     let mut count: c_int = 0;
     ioctl::next(pipe, libc::FIONREAD, FromC::number((&raw mut count).addr() as c_ulong)) == 0 && count == 0

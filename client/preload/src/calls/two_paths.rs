@@ -52,15 +52,15 @@ hook! {
     }
 }
 
-/// What the kernel does before it finds that a file system is read-only, in its order.
+/// The checks that the kernel makes before it finds that a file system is read-only, in the kernel's order.
 trait Rules {
     /// Checks the flags.
     fn check(&self) -> Result<(), Errno>;
-    /// Looks up what the kernel looks up of the first path, if it leads into the namespace.
+    /// Looks up the part of the first path that the kernel looks up. The path leads into the namespace.
     fn look_up(&self, view: &View, path: &[u8]) -> Result<(), Fault>;
-    /// Does so for a path to the kernel's files.
+    /// Does the same for a path that leads to the kernel's files.
     fn look_up_in_kernel(&self, directory: c_int, path: &CStr) -> Result<(), Errno>;
-    /// Returns why the call fails, where a path leads into the namespace.
+    /// Returns why the call fails. At least one of the paths leads into the namespace.
     fn error(&self, from: &End, to: &End) -> Result<Errno, Fault>;
 }
 
@@ -84,7 +84,7 @@ fn between(from: At, to: At, rules: &dyn Rules, kernel: impl FnOnce(c_int, Text,
         return kernel(from.0, from.1, to.0, to.1);
     }
     let (Some(from_text), Some(to_text)) = (from.1.path(), to.1.path()) else {
-        // The kernel does not know the other path, and would fail for that reason.
+        // The kernel is not asked: it does not know the other path, and would fail for that reason.
         let bad = if from.1.path().is_none() { from.1 } else { to.1 };
         return fail(if bad.string().is_some() { libc::ENAMETOOLONG } else { libc::EFAULT });
     };
@@ -207,7 +207,7 @@ impl Rules for Rename {
             _ if new.kind.is_dots() && replaces => EBUSY,
             _ if new.kind.is_dots() => EEXIST,
             _ if old.is_inside => EROFS,
-            // What follows concerns the prefix, which is busy like a mount point.
+            // Here one of the paths is the prefix, which is busy like a mount point.
             End::Kernel(directory, path) => {
                 let mode = kernel_mode(*directory, path.to_bytes(), libc::AT_SYMLINK_NOFOLLOW)?;
                 match mode & libc::S_IFMT == libc::S_IFDIR {

@@ -1,11 +1,11 @@
 //! The channel from a `vfork` child to its parent.
 //!
-//! A kernel copy that the child makes for the program that it becomes must also become the parent's, because both programs
-//! continue from one offset. The child has its parent's memory, but not its descriptor table. So it sends the copy's descriptor
-//! over a pair of datagram sockets that both processes have, together with the word that names the description.
+//! A child makes kernel copies for the program that it becomes. Each of them must also become the parent's copy, because both
+//! programs continue from one offset. The child has its parent's memory, but not its descriptor table. So the child sends the
+//! copy's descriptor over a pair of datagram sockets that both processes have, together with the word that names the description.
 //!
-//! The parent opens the pair before its first `vfork` and reads after each. Neither end ever blocks. If a message cannot be sent,
-//! parent and child continue with separate offsets.
+//! The parent opens the pair before its first `vfork`, and reads from it after each `vfork`. Neither end ever blocks. If a message
+//! cannot be sent, parent and child continue with separate offsets.
 
 use std::fs::File;
 use std::io::{IoSlice, IoSliceMut};

@@ -1,12 +1,13 @@
-//! Pages from the kernel, by system calls: the functions of these names are hooks of this library, set `errno`, and may belong to
-//! another preloaded library.
+//! Pages from the kernel. This module makes the system calls itself, because the functions with these names are hooks of this
+//! library, set `errno`, and may belong to another preloaded library.
 
 use std::ptr::null_mut;
 
 /// Length of a page, and the alignment of every mapping.
 pub(super) const LEN: usize = 4096;
 
-/// Maps memory, filled with zeros, with the given length and alignment (a power of two); the null pointer where there is none.
+/// Maps memory with the given length and alignment (a power of two), filled with zeros. Returns the null pointer if there is no
+/// memory.
 pub(super) fn map(len: usize, align: usize) -> *mut u8 {
     if align <= LEN {
         return map_pages(len);
@@ -40,19 +41,21 @@ fn map_pages(len: usize) -> *mut u8 {
 ///
 /// # Safety
 ///
-/// Nobody uses it, and it begins and ends with a mapping that [`map`] made, or has been cut off from one.
+/// Nobody uses the memory. It is a whole mapping that [`map`] made, or a part at the beginning or the end of one.
 pub(super) unsafe fn unmap(memory: *mut u8, len: usize) {
     if len > 0 {
-        // SAFETY: by the caller's promise. It cannot fail, except where the process has too many mappings; then the pages stay.
+        // SAFETY: by the caller's promise. This fails only if the process has too many mappings; then the pages stay.
         unsafe { system_call(libc::SYS_munmap, [memory.addr(), len, 0, 0, 0, 0]) };
     }
 }
 
-/// Makes mapped memory shorter or longer, which may move it; the null pointer, and no change, where there is no memory.
+/// Makes mapped memory shorter or longer, and returns its address, which may be a new one. If there is no memory, this returns the
+/// null pointer and changes nothing.
 ///
 /// # Safety
 ///
-/// [`map`] or this function has mapped it with this length, and nobody uses its old address anymore, unless this fails.
+/// The memory was mapped by [`map`] or this function, and has the length `old`. Unless this fails, nobody uses the old address
+/// anymore.
 pub(super) unsafe fn remap(memory: *mut u8, old: usize, new: usize) -> *mut u8 {
     let (old, new) = (old.next_multiple_of(LEN), new.next_multiple_of(LEN));
     // SAFETY: by the caller's promise.

@@ -1,6 +1,6 @@
-//! The functions of the next library that a program may call in a signal handler, or that this library then calls itself. A lookup
-//! takes locks of the dynamic linker and may allocate, so it must not happen in a handler. These functions are looked up when the
-//! program sets its first handler: together they take about 50 us, which programs without handlers should not pay.
+//! Looks up early the functions of the next library that are called in signal handlers, by the program or by this library itself. A
+//! lookup takes locks of the dynamic linker and may allocate, so it must not happen in a handler. These functions are looked up
+//! when the program sets its first handler: together they take about 50 us, which programs without handlers should not pay.
 //!
 //! A function that is missing here works, but its first call is not async-signal-safe.
 

@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Ranges that the table holds. Once it is full, blocks are copied instead.
+/// The most ranges that the table holds. Once it is full, blocks are copied instead.
 const RANGES_MAX: usize = 1024;
 
 /// Start and length of each range. A start of 0 means that the entry is free.
@@ -45,7 +45,7 @@ pub(super) fn forget(first: usize, len: usize) {
     for (start, _) in used() {
         let begin = start.load(Ordering::Acquire);
         if begin >= first && begin - first < len {
-            // Fails if another thread has removed it, or has mapped there again since the kernel unmapped it.
+            // Fails if another thread has removed the range, or has mapped memory there again since the kernel unmapped it.
             let _ = start.compare_exchange(begin, 0, Ordering::AcqRel, Ordering::Relaxed);
         }
     }

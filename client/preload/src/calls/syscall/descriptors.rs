@@ -1,7 +1,7 @@
-//! Which arguments of system calls are descriptors that the call uses. A reserved number looks closed there.
+//! Lists which arguments of system calls are descriptors that the call uses. To such a call, a reserved descriptor looks closed.
 //!
-//! Not listed are calls that close or replace a number, or take numbers that are the program's own choice (`dup2`'s second), and
-//! requests in memory (`io_submit`, io_uring).
+//! The list leaves out calls that close or replace a number, arguments with a number of the program's own choice (the second of
+//! `dup2`), and requests in memory (`io_submit`, io_uring).
 
 use std::ffi::c_long;
 

@@ -1,7 +1,7 @@
 //! Which system calls concern this library, and how each is answered.
 //!
-//! A rule says when a call concerns the namespace, and which hook answers it then; all other calls of that number are passed on,
-//! by way of the expression after `else` if the library has to learn of the result.
+//! A rule says when a call concerns the namespace, and which hook answers it then. All other calls of that number are passed on. If
+//! the library has to learn of their result, the rule has an expression after `else`, which passes them on.
 
 use std::ffi::{c_int, c_long};
 
@@ -76,7 +76,7 @@ macro_rules! rules {
 }
 
 rules! {
-    // Reading. A hook decides itself whether to ask the kernel, where the rule only asks whether the number may be ours.
+    // Reading. Where the rule only asks whether the number may be ours, the hook itself decides whether to ask the kernel.
     SYS_read: c if c.may_be_ours(0) => read(c.get(0), c.get(1), c.get(2));
     SYS_lseek: c if c.may_be_ours(0) => lseek(c.get(0), c.get(1), c.get(2));
     SYS_fstat: c if c.may_be_ours(0) => fstat(c.get(0), c.get(1));
@@ -201,7 +201,7 @@ rules! {
     SYS_timerfd_create: c => c.creates();
     SYS_userfaultfd: c => c.creates();
 
-    // Older forms, which newer machines do not have, and calls that are not named there.
+    // Older forms of calls, which newer processor architectures do not have, and calls that `libc` does not name for all of them.
     #[cfg(target_arch = "x86_64")]
     SYS_fchmodat2: c if c.leads_in_from(0, 1) => fchmodat(c.get(0), c.get(1), c.get(2), c.get(3));
     #[cfg(target_arch = "x86_64")]
@@ -267,8 +267,8 @@ rules! {
     SYS_signalfd: c => c.creates();
 }
 
-/// Answers `openat2` for a path of ours. A caller that restricts how the path is resolved learns that the call is not there, so
-/// that it restricts it by other means.
+/// Answers `openat2` for a path of ours. If the caller restricts how the path is resolved, the call fails with ENOSYS, so that the
+/// caller restricts it by other means.
 fn open_as(call: &Call) -> c_int {
     let how: FromC<*const HowToOpen> = call.get(2);
     if call.get::<usize>(3) < size_of::<HowToOpen>() {
@@ -281,7 +281,7 @@ fn open_as(call: &Call) -> c_int {
     }
 }
 
-/// Returns the address of a timeout of no time, in either of C's two forms: seconds, and a fraction.
+/// Returns the address of a timeout of zero, in either of C's two forms. Both consist of seconds and a fraction.
 fn no_time(words: &mut [i64; 2]) -> usize {
     words.as_mut_ptr().addr()
 }
