@@ -230,6 +230,7 @@ fn the_namespace_is_read_only() {
         ("mkdir(at(\"sub\")", "EEXIST"),
         ("at(\"sub\"), O_WRONLY)", "EISDIR"),
         ("missing/new", "ENOENT"),
+        ("unlink(at(\"missing\")", "ENOENT"),
         ("\"/tmp/new\"", "EXDEV"),
     ];
     let mut refused = 0;
@@ -244,8 +245,9 @@ fn the_namespace_is_read_only() {
 }
 
 /// SEMANTICS: "Its errors are those of a read-only mount on Linux: a write is EROFS, creating a path that exists is EEXIST,
-/// removing or renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV,
-/// and the prefix itself is EBUSY like a mount point."
+/// renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV, and the
+/// prefix itself is EBUSY like a mount point. One error differs: removing a path that does not exist is ENOENT, so that programs
+/// which remove leftovers work."
 #[test]
 fn calls_that_change_files_fail_as_on_a_read_only_mount() {
     let mounted = ["unshare", "-m", "sh", "-ec", "mount --bind $1 $1; mount -o remount,bind,ro $1; shift; exec \"$@\"", "sh"];
@@ -286,6 +288,10 @@ fn calls_that_change_files_fail_as_on_a_read_only_mount() {
         assert!(different.is_empty(), "node {node}, {} differences:\n{}", different.len(), lines.join("\n"));
     }
     assert_eq!(fs::read_dir(&outside).unwrap().count(), 1, "a call created a file outside");
+    for program in ["unlink", "rmdir"] {
+        let found = output_of(twin.exec_command(0).arg(program).arg(twin.root.join("missing")));
+        assert!(text(&found.stderr).contains("No such file or directory"), "{program}: {}", text(&found.stderr));
+    }
     twin.cluster.down();
 }
 

@@ -29,6 +29,19 @@ static void print_result(const char *what, const char *path, long result) {
     printf("%s of '%s': %s\n", what, path, result < 0 ? strerrorname_np(errno) : "succeeds");
 }
 
+/* A read-only mount says EROFS about the removal of a missing path, the namespace ENOENT: both are printed as ENOENT. */
+static int removed(int result, int folder, const char *path) {
+    int before = errno;
+    struct stat st;
+    if (result < 0 && before == EROFS && fstatat(folder, path, &st, AT_SYMLINK_NOFOLLOW) < 0 && errno == ENOENT) before = ENOENT;
+    errno = before;
+    return result;
+}
+#define unlink(path) removed(unlink(path), AT_FDCWD, path)
+#define rmdir(path) removed(rmdir(path), AT_FDCWD, path)
+#define remove(path) removed(remove(path), AT_FDCWD, path)
+#define unlinkat(folder, path, flags) removed(unlinkat(folder, path, flags), folder, path)
+
 static const struct {
     const char *name;
     int flags;

@@ -1,6 +1,6 @@
 //! The last name of a path, for the calls that create, remove or rename it. On a read-only file system, the kernel looks up only
 //! the directory that contains the name, so these calls fail by rules of their own. For example, `.` and `..` cannot be removed,
-//! and removing a missing file fails with EROFS.
+//! and renaming a missing file fails with EROFS.
 
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
@@ -58,6 +58,15 @@ impl<'a> LastName<'a> {
             Err(error) => return Err(error.into()),
         }
         Ok(Self { kind: Kind::of(&trimmed[start..]), path: trimmed, has_slash })
+    }
+
+    /// Returns why the name cannot be removed. Linux says EROFS about a missing name, too, but programs that remove what an earlier
+    /// run may have left, such as Python's import system, expect ENOENT.
+    pub(crate) fn cannot_remove(&self, view: &View) -> Fault {
+        match view.lstat(self.path) {
+            Err(ViewError::NotFound) => Fault::Errno(ENOENT),
+            _ => Fault::Errno(EROFS),
+        }
     }
 }
 

@@ -11,8 +11,8 @@
 //! | `cut` | truncates what a path names | the same, EISDIR for a directory, EINVAL for a negative length |
 //! | `new`, `new_directory` | creates a name that must not exist | EEXIST, EROFS, or why the directory cannot hold it |
 //! | `temporary` | creates a name that it chooses itself | EROFS, or why the directory cannot hold it |
-//! | `file_removed` | removes a file | EROFS even if the file is missing, EISDIR for `.`, `..` and the prefix |
-//! | `directory_removed` | removes a directory | EROFS even if it is missing; EINVAL, ENOTEMPTY, EBUSY for `.`, `..`, the prefix |
+//! | `file_removed` | removes a file | EROFS, ENOENT if the file is missing, EISDIR for `.`, `..` and the prefix |
+//! | `directory_removed` | removes a directory | EROFS, ENOENT if it is missing; EINVAL, ENOTEMPTY, EBUSY for `.`, `..`, the prefix |
 //! | `either_removed` | removes a file or a directory | as the two above |
 //! | `descriptor` | changes a file through its descriptor, which is open only for reading | the error in the table |
 
@@ -67,17 +67,18 @@ fn temporary(view: &View, path: &[u8]) -> Result<c_int, Fault> {
 }
 
 fn file_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
-    let is_name = LastName::find(view, path)?.kind == Kind::Name;
-    Err(Fault::Errno(if is_name { libc::EROFS } else { libc::EISDIR }))
+    let last = LastName::find(view, path)?;
+    Err(if last.kind == Kind::Name { last.cannot_remove(view) } else { Fault::Errno(libc::EISDIR) })
 }
 
 fn directory_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
-    Err(Fault::Errno(match LastName::find(view, path)?.kind {
-        Kind::Prefix => libc::EBUSY,
-        Kind::Dot => libc::EINVAL,
-        Kind::DotDot => libc::ENOTEMPTY,
-        Kind::Name => libc::EROFS,
-    }))
+    let last = LastName::find(view, path)?;
+    Err(match last.kind {
+        Kind::Prefix => Fault::Errno(libc::EBUSY),
+        Kind::Dot => Fault::Errno(libc::EINVAL),
+        Kind::DotDot => Fault::Errno(libc::ENOTEMPTY),
+        Kind::Name => last.cannot_remove(view),
+    })
 }
 
 fn either_removed(view: &View, path: &[u8]) -> Result<c_int, Fault> {
