@@ -9,7 +9,7 @@
 //! to the handler that the program or the system had set, with the mask and the flags that the program chose.
 //!
 //! The kernel ends a process that raises a blocked SIGBUS. A thread that blocks it therefore reads with `pread`, and gets no
-//! views: see [`is_blocked_here`].
+//! views: see `is_blocked_here`.
 
 use std::cell::Cell;
 use std::io;
