@@ -30,7 +30,7 @@ hook! {
             }
             may(|| if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) }, mode)
         };
-        if flags & libc::AT_SYMLINK_NOFOLLOW != 0 && path::linked(path).is_some() {
+        if flags & libc::AT_SYMLINK_NOFOLLOW != 0 && (path::linked(path).is_some() || path::linked_directory(path).is_some()) {
             // The call is about the link in /proc, which the kernel has.
             return faccessat::next(directory, path, mode, flags);
         }
@@ -42,7 +42,7 @@ hook! {
             check_room(len)?;
             Ok(copy_cut(&view.read_link(path)?, out, len)?)
         };
-        match target_of_descriptor(path) {
+        match target_of_link(path) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
             None => path::at(libc::AT_FDCWD, path, ours, |_, path| readlink::next(path, out, len)),
         }
@@ -53,7 +53,7 @@ hook! {
             check_room(len)?;
             Ok(copy_cut(&view.read_link(path)?, out, len)?)
         };
-        match target_of_descriptor(path).or_else(|| target_of_place(directory, path)) {
+        match target_of_link(path).or_else(|| target_of_place(directory, path)) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
             None => path::at(directory, path, ours, |directory, path| readlinkat::next(directory, path, out, len)),
         }
@@ -183,9 +183,12 @@ fn left(result: c_int) -> c_int {
     result
 }
 
-/// Returns the path that a link to a descriptor of this process refers to, if the descriptor is ours.
-fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
-    path::path_of(&*path::linked(path)?)
+/// Returns the path that a link in /proc refers to, if it is the link to a descriptor of ours or to the working directory.
+fn target_of_link(path: FromC<*const c_char>) -> Option<Vec<u8>> {
+    match path::linked(path) {
+        Some(open) => path::path_of(&open),
+        None => path::linked_directory(path),
+    }
 }
 
 /// Returns the target of the symlink that a directory's descriptor stands for, if the path is empty (`O_PATH`, `O_NOFOLLOW`).

@@ -150,11 +150,14 @@ fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {
     if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) }
 }
 
-/// Returns the permissions that a link to a descriptor of ours has in /proc, if the call is about the link itself. The kernel has
-/// the link, but gives it the permissions of the placeholder.
+/// Returns the permissions that a link to a descriptor of ours lacks in /proc, if the call is about the link itself. The kernel has
+/// the link, but gives it the permissions of the placeholder. The link to the working directory lacks none.
 fn mode_of_link(path: FromC<*const c_char>, flags: c_int) -> Option<u32> {
     if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
         return None;
+    }
+    if path::linked_directory(path).is_some() {
+        return Some(0);
     }
     Some(if path::linked(path)?.is_place() { 0 } else { 0o500 })
 }
