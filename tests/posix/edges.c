@@ -1,8 +1,8 @@
 /* Calls at the edges of what is allowed: no free number, bad pointers, huge offsets, directories where a file is expected.
  *
- *   edges numbers|pointers|offsets|moves|arguments|directory_link ROOT
+ *   edges numbers|pointers|offsets|moves|arguments|directory_link|statx ROOT
  *
- * Prints the same for a plain directory as for the namespace. */
+ * Prints the same for a plain directory as for the namespace, except for `statx`. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -248,6 +248,7 @@ static void runs(void) {
         wait(&status);
         printf("--- run %d: %d\n", each, status);
     }
+    SHOW(fexecve(open(at("program"), O_RDONLY | O_CLOEXEC), none, environ));
     SHOW(execve(at("missing"), none, environ));
     SHOW(execve(at("list"), none, environ));
 }
@@ -418,5 +419,16 @@ int main(int count, char **arguments) {
         arguments_of_calls();
     if (!strcmp(arguments[1], "directory_link"))
         directory_link();
+    if (!strcmp(arguments[1], "statx")) {
+        struct statx x;
+        unsigned masks[] = {0, STATX_SIZE, STATX_BASIC_STATS, STATX_ALL, 0x7fffffff};
+        for (int each = 0; each < 5; each++) {
+            int result = statx(AT_FDCWD, at("list"), 0, masks[each], &x);
+            printf("%d %x\n", result, x.stx_mask);
+        }
+        struct file_handle handle = {.handle_bytes = 0};
+        int mount;
+        SHOW(name_to_handle_at(AT_FDCWD, at("list"), &handle, &mount, 0));
+    }
     return 0;
 }

@@ -86,3 +86,13 @@ fn invalid_arguments_give_the_error_of_a_plain_directory() {
 fn the_link_to_the_working_directory_leads_into_the_namespace() {
     prints_the_same("directory_link");
 }
+
+/// SEMANTICS: "there are no extended attributes and no file handles; statx gives the basic attributes, whatever its mask asks for;"
+#[test]
+fn statx_gives_the_basic_attributes_for_every_mask() {
+    let (twin, ()) = twin(tree_for_calls, |ground, _| drop(compile(ground, "edges.c", &[])));
+    let found = twin.shell(&format!("{} statx {}", twin.cluster.at("edges").display(), twin.root.display()));
+    let handle = "name_to_handle_at(AT_FDCWD, at(\"list\"), &handle, &mount, 0): -1 EOPNOTSUPP\n";
+    assert_eq!(found, "0 7ff\n".repeat(5) + handle);
+    twin.cluster.down();
+}
