@@ -219,6 +219,7 @@ fn every_call_returns_what_it_returns_on_a_plain_directory() {
 
 /// SEMANTICS: "The namespace is read-only; data enters it only through stage-in."
 /// SEMANTICS: "statfs reports a full, read-only file system of its own type"
+/// SEMANTICS: "openat2 fails with ENOSYS for a path in the namespace if resolve has any other flag than RESOLVE_NO_MAGICLINKS"
 #[test]
 fn the_namespace_is_read_only() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
@@ -232,6 +233,7 @@ fn the_namespace_is_read_only() {
         ("missing/new", "ENOENT"),
         ("unlink(at(\"missing\")", "ENOENT"),
         ("\"/tmp/new\"", "EXDEV"),
+        ("&beneath", "ENOSYS"),
     ];
     let mut refused = 0;
     for line in found.lines().filter(|line| line.contains("failed")) {
@@ -240,7 +242,7 @@ fn the_namespace_is_read_only() {
         refused += 1;
     }
     assert!(refused >= 25 && found.contains("O_CREAT | O_RDONLY, 0600) >= 0 ? 0 : -1: 0"), "{found}");
-    assert!(found.contains("s.f_flag & ST_RDONLY: 1"), "{found}");
+    assert!(found.contains("s.f_flag & ST_RDONLY: 1") && found.contains("sizeof plain) < 0: 0"), "{found}");
     twin.cluster.down();
 }
 

@@ -10,6 +10,7 @@
 #include <ftw.h>
 #include <glob.h>
 #include <limits.h>
+#include <linux/openat2.h>
 #include <poll.h>
 #include <pthread.h>
 #include <spawn.h>
@@ -590,6 +591,9 @@ static void refusals(void) {
     PRINT(utime(at("list"), NULL));
     PRINT(setxattr(at("list"), "user.x", "y", 1, 0));
     PRINT(access(at("list"), W_OK));
+    struct open_how beneath = {.resolve = RESOLVE_BENEATH}, plain = {.resolve = RESOLVE_NO_MAGICLINKS};
+    PRINT(syscall(SYS_openat2, AT_FDCWD, at("list"), &beneath, sizeof beneath));
+    PRINT(syscall(SYS_openat2, AT_FDCWD, at("list"), &plain, sizeof plain) < 0);
     struct statvfs s;
     PRINT(statvfs(at("list"), &s));
     PRINT(s.f_flag & ST_RDONLY);

@@ -1,8 +1,8 @@
 /* Calls at the edges of what is allowed: no free number, bad pointers, huge offsets, directories where a file is expected.
  *
- *   edges numbers|pointers|offsets|moves ROOT
+ *   edges numbers|pointers|offsets|moves|arguments|directory_link|statx ROOT
  *
- * Prints the same for a plain directory as for the namespace. */
+ * Prints the same for a plain directory as for the namespace, except for `statx`. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -17,7 +17,11 @@
 #include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <sys/statfs.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 static const char *root;
@@ -212,6 +216,190 @@ static void moves(void) {
         }
 }
 
+static void maps(int file, int folder) {
+    int kinds[] = {0, MAP_SHARED, MAP_PRIVATE, MAP_SHARED_VALIDATE, 4, 15};
+    int more[] = {0, MAP_HUGETLB, MAP_GROWSDOWN, MAP_SYNC, MAP_POPULATE, 1 << 27};
+    for (int kind = 0; kind < 6; kind++)
+        for (int each = 0; each < 6; each++) {
+            int flags = kinds[kind] | more[each];
+            printf("--- mmap, %x\n", flags);
+            SHOW(mmap(NULL, 4096, PROT_READ, flags, file, 0) == MAP_FAILED ? -1 : 0);
+            SHOW(mmap(NULL, 0, PROT_READ, flags, file, 0) == MAP_FAILED ? -1 : 0);
+            SHOW(mmap(NULL, 4096, PROT_READ, flags, folder, 0) == MAP_FAILED ? -1 : 0);
+        }
+    SHOW(mmap(NULL, 4096, PROT_READ | PROT_WRITE, 0, file, 0) == MAP_FAILED ? -1 : 0);
+}
+
+/* Runs a program without any arguments, and with none and no environment. */
+static void runs(void) {
+    char *nothing[] = {NULL}, **volatile none = NULL;
+    for (int each = 0; each < 4; each++) {
+        fflush(stdout);
+        int status = 0;
+        if (!fork()) {
+            if (each < 2)
+                execve(at(each ? "program" : "script"), none, environ);
+            else
+                execve(at("program"), each == 2 ? none : nothing, none);
+            printf("%s\n", strerrorname_np(errno));
+            fflush(stdout);
+            _exit(1);
+        }
+        wait(&status);
+        printf("--- run %d: %d\n", each, status);
+    }
+    SHOW(fexecve(open(at("program"), O_RDONLY | O_CLOEXEC), none, environ));
+    SHOW(execve(at("missing"), none, environ));
+    SHOW(execve(at("list"), none, environ));
+}
+
+static void checks(void) {
+    const char *names[] = {"list", "sub", "link", "dangling", "missing", "list/x", "list/"};
+    unsigned masks[] = {0, STATX_BASIC_STATS, 0x80000000u, 0xc0000000u};
+    int flags[] = {0, 1, 2, AT_SYMLINK_NOFOLLOW, AT_EACCESS, AT_SYMLINK_FOLLOW, AT_NO_AUTOMOUNT, AT_EMPTY_PATH, 0x2000, 0x4000, 0x6000,
+                   0x8000, 0x10000, 0x40000, -1};
+    int modes[] = {0, 4, 1, 8, 12, -1, 1 << 20};
+    struct stat s;
+    struct statx x;
+    for (int name = 0; name < 7; name++) {
+        const char *path = at(names[name]);
+        int folder = open(at("sub"), O_RDONLY);
+        printf("--- checks of %s\n", names[name]);
+        for (int flag = 0; flag < 15; flag++) {
+            printf("- flags %x\n", flags[flag]);
+            SHOW(fstatat(AT_FDCWD, path, &s, flags[flag]));
+            SHOW(syscall(SYS_newfstatat, AT_FDCWD, path, &s, flags[flag]));
+            SHOW(faccessat(AT_FDCWD, path, R_OK, flags[flag]));
+            SHOW(syscall(SYS_faccessat2, AT_FDCWD, path, 0, flags[flag]));
+            SHOW(fstatat(folder, "", &s, flags[flag] | AT_EMPTY_PATH));
+            for (int mask = 0; mask < 4; mask++)
+                SHOW(statx(AT_FDCWD, path, flags[flag], masks[mask], &x));
+        }
+        for (int mode = 0; mode < 7; mode++) {
+            printf("- mode %d\n", modes[mode]);
+            SHOW(access(path, modes[mode]));
+            SHOW(modes[mode] < 0 ? 0 : euidaccess(path, modes[mode]));
+            SHOW(faccessat(AT_FDCWD, path, modes[mode], 0));
+            SHOW(faccessat(AT_FDCWD, path, modes[mode], AT_SYMLINK_NOFOLLOW));
+            SHOW(faccessat(AT_FDCWD, path, modes[mode], 1));
+            SHOW(syscall(SYS_faccessat, AT_FDCWD, path, modes[mode]));
+            SHOW(syscall(SYS_faccessat2, AT_FDCWD, path, modes[mode], 0));
+        }
+        close(folder);
+    }
+}
+
+static void others(int file, int folder) {
+    static char bytes[100];
+    char own_link[64];
+    int descriptors[] = {file, folder};
+    struct iovec none = {bytes, 0}, some = {bytes, 8}, parts[] = {none, some, none};
+    for (int each = 0; each < 2; each++) {
+        int fd = descriptors[each];
+        printf("--- others, %d\n", each);
+        SHOW(fcntl(fd, F_GETPIPE_SZ));
+        SHOW(fcntl(fd, F_SETPIPE_SZ, 4096));
+        SHOW(fcntl(fd, 5000));
+        SHOW(readv(fd, &none, 1));
+        SHOW(preadv(fd, &none, 1, 0));
+        SHOW(preadv(fd, &none, 1, -1));
+        SHOW(preadv2(fd, &none, 1, 0, 0));
+        SHOW(preadv2(fd, &none, 1, -1, 0));
+        SHOW(preadv2(fd, &none, 1, 0, 0x40000000));
+        SHOW(preadv2(fd, &some, 1, 0, 0x40000000));
+        SHOW(preadv2(fd, &some, 1, -1, 0x40000000));
+        SHOW(preadv2(fd, &some, 1, 0, RWF_HIPRI) < 0 && each);
+        SHOW(each ? preadv2(fd, &some, 1, 0, RWF_NOWAIT) : 0);
+        SHOW(preadv(fd, parts, 3, 0));
+        SHOW(preadv2(fd, parts, 3, 0, 0));
+        SHOW(readv(fd, parts, 0));
+        snprintf(own_link, sizeof own_link, "/proc/self/fd/%d", fd);
+        SHOW(faccessat(AT_FDCWD, own_link, W_OK, AT_SYMLINK_NOFOLLOW));
+        SHOW(faccessat(AT_FDCWD, own_link, R_OK, AT_SYMLINK_NOFOLLOW));
+        SHOW(readlink(own_link, bytes, 0));
+        SHOW(fgetxattr(fd, "", bytes, 10));
+        SHOW(fsetxattr(fd, "", bytes, 1, 0));
+        SHOW(fremovexattr(fd, ""));
+    }
+    SHOW(readlink(at("list/"), bytes, 0));
+    SHOW(readlink(at("link"), bytes, 0));
+    SHOW(readlink(at("link"), bytes, -1));
+    SHOW(readlink(at("missing"), bytes, 0));
+    SHOW(readlinkat(folder, "../link", bytes, 0));
+    SHOW(getxattr(at("list"), "", bytes, 10));
+    SHOW(lgetxattr(at("link"), "", bytes, 10));
+    SHOW(setxattr(at("list"), "", bytes, 1, 0));
+    SHOW(removexattr(at("list"), ""));
+    SHOW(symlink("", at("new")));
+    SHOW(symlinkat("", folder, "new"));
+    SHOW(rename(at("list"), ""));
+    SHOW(rename("", at("new")));
+    SHOW(rename(at("missing/x"), ""));
+    SHOW(renameat(folder, "f1", folder, ""));
+    SHOW(link(at("list"), ""));
+    SHOW(link("", at("new")));
+    SHOW(syscall(SYS_futimesat, folder, NULL, (struct timeval *)8));
+    SHOW(chdir(at("sub")));
+    SHOW(syscall(SYS_getcwd, bytes, 0));
+    SHOW(syscall(SYS_getcwd, bytes, 3));
+    SHOW(syscall(SYS_getcwd, NULL, 0));
+    SHOW(syscall(SYS_getcwd, NULL, 4096));
+    SHOW(getcwd(bytes, 0) != NULL);
+}
+
+static void arguments_of_calls(void) {
+    int file = open(at("list"), O_RDONLY), folder = open(at("sub"), O_RDONLY);
+    maps(file, folder);
+    runs();
+    checks();
+    others(file, folder);
+}
+
+/* Goes through the link in /proc to the working directory. */
+static void directory_link(void) {
+    char own[64], task[64], path[4200], bytes[4096];
+    snprintf(own, sizeof own, "/proc/%d/cwd", getpid());
+    snprintf(task, sizeof task, "/proc/self/task/%d/cwd", getpid());
+    const char *links[] = {"/proc/self/cwd", "/proc/thread-self/cwd", own, task, "/proc/1/cwd/missing", "/proc/self/cwdx", "/proc/self/cw"};
+    const char *ends[] = {"", "/", "/f1", "/../list", "/empty", "/missing", "/f1/x", "/."};
+    for (int place = 0; place < 3; place++) {
+        if (chdir(place == 2 ? "/" : at(place ? "." : "sub")))
+            exit(2);
+        for (int link = 0; link < 7; link++)
+            for (int end = 0; end < 8; end++) {
+                struct stat s = {0};
+                snprintf(path, sizeof path, "%s%s", links[link], ends[end]);
+                printf("--- %d, link %d, end %s\n", place, link, ends[end]);
+                SHOW(open(path, O_RDONLY) >= 0 ? 0 : -1);
+                SHOW(open(path, O_RDONLY | O_DIRECTORY) >= 0 ? 0 : -1);
+                SHOW(open(path, O_RDONLY | O_NOFOLLOW) >= 0 ? 0 : -1);
+                SHOW(open(path, O_PATH | O_NOFOLLOW) >= 0 ? 0 : -1);
+                SHOW(access(path, R_OK));
+                /* The link itself, which can be written to. */
+                SHOW(faccessat(AT_FDCWD, path, end ? R_OK : W_OK, AT_SYMLINK_NOFOLLOW));
+                SHOW(stat(path, &s));
+                printf("%o %ld\n", s.st_mode, place < 2 && S_ISREG(s.st_mode) ? (long)s.st_size : 0L);
+                SHOW(lstat(path, &s));
+                printf("%o\n", s.st_mode);
+                struct statx x = {0};
+                SHOW(statx(AT_FDCWD, path, AT_SYMLINK_NOFOLLOW, STATX_BASIC_STATS, &x));
+                printf("%o\n", x.stx_mode);
+                long len = readlink(path, bytes, sizeof bytes);
+                printf("%.*s\n", (int)len, len < 0 ? strerrorname_np(errno) : bytes);
+                printf("%s\n", realpath(path, bytes) ? bytes : strerrorname_np(errno));
+                DIR *stream = opendir(path);
+                printf("%s\n", stream ? "" : strerrorname_np(errno));
+                if (stream)
+                    closedir(stream);
+                for (int number = 3; number < 20; number++)
+                    close(number);
+            }
+    }
+    if (chdir(at("sub")) || chdir("/proc/self/cwd/../sub/empty"))
+        exit(2);
+    puts(getcwd(bytes, sizeof bytes));
+}
+
 int main(int count, char **arguments) {
     if (count < 3)
         return 2;
@@ -227,5 +415,20 @@ int main(int count, char **arguments) {
         offsets();
     if (!strcmp(arguments[1], "moves"))
         moves();
+    if (!strcmp(arguments[1], "arguments"))
+        arguments_of_calls();
+    if (!strcmp(arguments[1], "directory_link"))
+        directory_link();
+    if (!strcmp(arguments[1], "statx")) {
+        struct statx x;
+        unsigned masks[] = {0, STATX_SIZE, STATX_BASIC_STATS, STATX_ALL, 0x7fffffff};
+        for (int each = 0; each < 5; each++) {
+            int result = statx(AT_FDCWD, at("list"), 0, masks[each], &x);
+            printf("%d %x\n", result, x.stx_mask);
+        }
+        struct file_handle handle = {.handle_bytes = 0};
+        int mount;
+        SHOW(name_to_handle_at(AT_FDCWD, at("list"), &handle, &mount, 0));
+    }
     return 0;
 }

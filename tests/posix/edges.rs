@@ -1,5 +1,6 @@
 //! Calls at the edges of what is allowed.
 
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 
@@ -17,7 +18,11 @@ fn prints_the_same(mode: &str) {
         let program = compile(ground, "edges.c", &[]);
         text(&plainly(ground, &[program.as_os_str(), mode.as_ref(), root.as_os_str()]).stdout)
     };
-    let (twin, expected) = twin(tree_for_calls, run);
+    let tree = |root: &Path| {
+        tree_for_calls(root);
+        fs::copy("/bin/true", root.join("program")).unwrap();
+    };
+    let (twin, expected) = twin(tree, run);
     assert!(expected.lines().count() > 20, "{expected}");
     let program = twin.cluster.at("edges");
     for node in 0..2 {
@@ -69,4 +74,25 @@ fn huge_offsets_and_advice_give_the_results_of_a_plain_directory() {
 #[test]
 fn moving_bytes_fails_as_from_a_plain_directory() {
     prints_the_same("moves");
+}
+
+#[test]
+fn invalid_arguments_give_the_error_of_a_plain_directory() {
+    prints_the_same("arguments");
+}
+
+/// SEMANTICS: "So do `/proc/self/cwd`, `/proc/PID/cwd` and the like for the process itself, to the working directory."
+#[test]
+fn the_link_to_the_working_directory_leads_into_the_namespace() {
+    prints_the_same("directory_link");
+}
+
+/// SEMANTICS: "there are no extended attributes and no file handles; statx gives the basic attributes, whatever its mask asks for;"
+#[test]
+fn statx_gives_the_basic_attributes_for_every_mask() {
+    let (twin, ()) = twin(tree_for_calls, |ground, _| drop(compile(ground, "edges.c", &[])));
+    let found = twin.shell(&format!("{} statx {}", twin.cluster.at("edges").display(), twin.root.display()));
+    let handle = "name_to_handle_at(AT_FDCWD, at(\"list\"), &handle, &mount, 0): -1 EOPNOTSUPP\n";
+    assert_eq!(found, "0 7ff\n".repeat(5) + handle);
+    twin.cluster.down();
 }

@@ -1,6 +1,8 @@
 //! Paths that lead through a link to one of this process's descriptors: `/dev/fd/N`, `/proc/self/fd/N` and the like.
 //!
 //! The kernel follows such a link to whatever it has open at the number. If the number is ours, that is a placeholder.
+//! Likewise it follows `/proc/self/cwd` to its own working directory, which is an empty one while the program's is in the
+//! namespace.
 
 use std::os::fd::RawFd;
 
@@ -33,25 +35,30 @@ pub(crate) fn link_number(path: &[u8]) -> Option<(RawFd, &[u8])> {
     Some((std::str::from_utf8(number).ok()?.parse().ok()?, rest))
 }
 
+/// Returns what follows a link to this process's working directory, which is empty or begins with a slash. Such links are
+/// `/proc/self/cwd`, `/proc/thread-self/cwd`, `/proc/PID/cwd`, and the same links below `task/TID`.
+#[inline]
+pub(crate) fn directory_link(path: &[u8]) -> Option<&[u8]> {
+    of_this_process(path.strip_prefix(b"/proc/")?, b"cwd")
+}
+
 /// Returns what follows `fd/` in a path below /proc, if the path leads to the descriptors of this process.
 fn fd_folder(path: &[u8]) -> Option<&[u8]> {
+    of_this_process(path, b"fd")?.strip_prefix(b"/")
+}
+
+/// Returns what follows a name in a path below /proc, if it is the name of an entry of this process. The rest is empty or begins
+/// with a slash.
+fn of_this_process<'a>(path: &'a [u8], name: &[u8]) -> Option<&'a [u8]> {
     let (process, rest) = split_name(path)?;
-    let (name, below) = split_name(rest)?;
-    // Threads share the process's descriptors.
-    let (thread, name, below) = match name {
-        b"task" => {
-            let (thread, rest) = split_name(below)?;
-            let (name, below) = split_name(rest)?;
-            (Some(thread), name, below)
-        }
-        _ => (None, name, below),
+    // Threads share the process's descriptors and its working directory.
+    let (thread, rest) = match rest.strip_prefix(b"task/") {
+        Some(rest) => split_name(rest).map(|(thread, rest)| (Some(thread), rest))?,
+        None => (None, rest),
     };
-    if name != b"fd" {
-        return None;
-    }
-    let is_here = |name: &[u8]| is_of_this_process(name);
-    let is_ours = matches!(process, b"self" | b"thread-self") || is_here(process);
-    (is_ours && thread.is_none_or(is_here)).then_some(below)
+    let below = rest.strip_prefix(name).filter(|below| below.is_empty() || below.starts_with(b"/"))?;
+    let is_ours = matches!(process, b"self" | b"thread-self") || is_thread_here(process);
+    (is_ours && thread.is_none_or(is_thread_here)).then_some(below)
 }
 
 fn split_name(path: &[u8]) -> Option<(&[u8], &[u8])> {
@@ -60,7 +67,7 @@ fn split_name(path: &[u8]) -> Option<(&[u8], &[u8])> {
 }
 
 /// Returns whether a name is the number of this process or of one of its threads.
-fn is_of_this_process(name: &[u8]) -> bool {
+fn is_thread_here(name: &[u8]) -> bool {
     let number = std::str::from_utf8(name).ok().filter(|name| !name.starts_with(['0', '+', '-']));
     let Some(number) = number.and_then(|number| number.parse::<libc::pid_t>().ok()) else { return false };
     let before = memory::errno();
@@ -99,5 +106,22 @@ mod tests {
         check("/proc/self/fdinfo/1", None);
         check("/dev/null", None);
         check("/de", None);
+    }
+
+    #[test]
+    fn paths_through_the_working_directory_are_recognized() {
+        let check = |path: &str, expect: Option<&str>| {
+            assert_eq!(directory_link(path.as_bytes()), expect.map(str::as_bytes), "{path}");
+        };
+        let process = std::process::id();
+        check("/proc/self/cwd", Some(""));
+        check("/proc/self/cwd/a/b", Some("/a/b"));
+        check("/proc/thread-self/cwd/", Some("/"));
+        check(&format!("/proc/{process}/cwd"), Some(""));
+        check(&format!("/proc/{process}/task/{process}/cwd/a"), Some("/a"));
+        check("/proc/1/cwd", None);
+        check("/proc/self/cwd2", None);
+        check("/proc/self/root", None);
+        check("/proc/cwd", None);
     }
 }

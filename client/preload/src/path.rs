@@ -4,7 +4,8 @@
 //! answer costs a comparison and one search for the prefix's last name: no lookup, no allocation, no lock.
 //!
 //! A path leads into the namespace if it begins with the prefix (after slashes and dots are resolved), if it is relative to a
-//! directory of ours, or if it is `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours. This module compares text: it
+//! directory of ours, or if it leads through `/dev/fd/N`, `/proc/PID/fd/N` or the like and the number N is ours, or through
+//! `/proc/PID/cwd` and the working directory is ours. This module compares text: it
 //! does not resolve symlinks of the kernel's file systems that point into the namespace.
 
 use std::borrow::Cow;
@@ -15,7 +16,7 @@ use dayfly_client::View;
 use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
 
 use crate::attach::{known_view, view};
-use crate::descriptor_link::{descriptor_link, link_number};
+use crate::descriptor_link::{descriptor_link, directory_link, link_number};
 use crate::fault::{Fault, answer_from_memory};
 use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
@@ -66,6 +67,11 @@ fn absolute<'a>(setup: &Setup, path: &'a CStr) -> Side<'a> {
     }
     if let Some((number, rest)) = descriptor_link(bytes) {
         return by_descriptor(number, rest);
+    }
+    if let Some(rest) = directory_link(bytes)
+        && let Some(directory) = cwd::current()
+    {
+        return Side::Ours(Cow::Owned([&directory, rest].concat()));
     }
     if mentions_prefix(setup, path) { not_plain(setup, bytes) } else { Side::Kernel }
 }
@@ -134,6 +140,18 @@ pub(crate) fn linked(path: FromC<*const c_char>) -> Option<table::Reference> {
     setup()?;
     match link_number(path.string()?.to_bytes())? {
         (number, b"") => table::find(number),
+        _ => None,
+    }
+}
+
+/// Returns the working directory if it is in the namespace and the path's last name is the link to it in /proc.
+#[inline]
+pub(crate) fn linked_directory(path: FromC<*const c_char>) -> Option<Vec<u8>> {
+    if !cwd::may_be_ours() {
+        return None;
+    }
+    match directory_link(path.string()?.to_bytes())? {
+        b"" => cwd::current(),
         _ => None,
     }
 }

@@ -8,7 +8,7 @@ use libc::{size_t, statfs64 as KernelStatfs, statvfs as KernelStatvfs};
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
-use crate::memory::{FromC, zeroed};
+use crate::memory::{Errno, FromC, zeroed};
 use crate::path::at;
 use crate::table;
 
@@ -16,6 +16,8 @@ const HERE: c_int = libc::AT_FDCWD;
 /// The file system type (`f_type`): "DFLY".
 const MAGIC: i64 = 0x4446_4c59;
 const BLOCK_SIZE: u64 = 4096;
+/// The most bytes in the name of an extended attribute.
+const NAME_LEN_MAX: usize = 255;
 /// The bit of `f_flags` that says that `f_flags` is valid.
 const ST_VALID: i64 = 0x20;
 
@@ -78,9 +80,15 @@ hook! {
     }
 }
 
+/// Checks the name of an extended attribute, as the kernel does before it looks at the file.
+pub(super) fn check_name(name: FromC<*const c_char>) -> Result<(), Errno> {
+    let is_valid = (1..=NAME_LEN_MAX).contains(&name.string().ok_or(libc::EFAULT)?.count_bytes());
+    if is_valid { Ok(()) } else { Err(libc::ERANGE) }
+}
+
 /// Reports that a file has no such attribute, if the file exists.
 fn no_data(name: FromC<*const c_char>, found: Result<(), ViewError>) -> Result<isize, Fault> {
-    name.string().ok_or(libc::EFAULT)?;
+    check_name(name)?;
     found?;
     Err(Fault::Errno(libc::ENODATA))
 }

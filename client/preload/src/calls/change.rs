@@ -21,6 +21,7 @@ use std::ffi::{c_char, c_int, c_void};
 use dayfly_client::{FileKind, View};
 use libc::{dev_t, gid_t, mode_t, off_t, size_t, timespec, timeval, uid_t, utimbuf};
 
+use super::attributes::check_name;
 use super::hook;
 use crate::fault::Fault;
 use crate::last_name::{Kind, LastName, cannot_create};
@@ -94,13 +95,26 @@ fn descriptor(number: c_int, errno: c_int, read: impl FnOnce() -> Result<(), Err
 
 /// An argument that the kernel reads before it looks at the file.
 trait ReadFirst {
-    /// Fails with EFAULT if the argument cannot be read, as the kernel then does.
+    /// Fails if the argument cannot be read or is not valid, as the kernel then does.
     fn read(self) -> Result<(), Errno>;
 }
 
 impl ReadFirst for Text<'_> {
     fn read(self) -> Result<(), Errno> {
-        self.string().map(drop).ok_or(libc::EFAULT)
+        match self.path() {
+            Some(path) if path.is_empty() => Err(libc::ENOENT),
+            Some(_) => Ok(()),
+            None => Err(if self.string().is_some() { libc::ENAMETOOLONG } else { libc::EFAULT }),
+        }
+    }
+}
+
+/// The name of an extended attribute.
+struct Attribute<'a>(Text<'a>);
+
+impl ReadFirst for Attribute<'_> {
+    fn read(self) -> Result<(), Errno> {
+        check_name(self.0)
     }
 }
 
@@ -119,13 +133,13 @@ times!(utimbuf: 1, timeval: 2, timespec: 2);
 
 /// Defines the hooks of the table. `HERE` in a policy means that the path is relative to the working directory; otherwise the
 /// argument before the path names a directory. After `reads` comes an argument that the kernel reads before it looks at the file:
-/// a bad pointer there is EFAULT.
+/// a bad pointer there is EFAULT. After `as` comes what the argument is.
 macro_rules! refuse {
     ($(fn $name:ident $(| $alias:ident)* ($($argument:ident: $kind:ty),*)
-        => $policy:ident($($subject:tt)*) $(reads $first:ident)?;)*) => {
+        => $policy:ident($($subject:tt)*) $(reads $first:ident $(as $form:ident)?)?;)*) => {
         hook! {$(
             fn $name $(| $alias)* ($($argument: $kind),*) -> c_int {
-                let read_first = || -> Result<(), Errno> { Ok(())$(.and($first.read()))? };
+                let read_first = || -> Result<(), Errno> { Ok(())$(.and($($form)?($first).read()))? };
                 refuse!(@$policy ($($subject)*) read_first $name($($argument),*))
             }
         )*}
@@ -193,20 +207,28 @@ refuse! {
     fn utime(path: Text, times: FromC<*const utimbuf>) => followed(HERE path) reads times;
     fn utimes(path: Text, times: FromC<*const timeval>) => followed(HERE path) reads times;
     fn lutimes(path: Text, times: FromC<*const timeval>) => existing(HERE path) reads times;
-    fn futimesat(directory: c_int, path: Text, times: FromC<*const timeval>) => followed(directory path) reads times;
     fn futimens(descriptor: c_int, times: FromC<*const timespec>) => descriptor(descriptor EROFS) reads times;
     fn futimes(descriptor: c_int, times: FromC<*const timeval>) => descriptor(descriptor EROFS) reads times;
 
-    fn setxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => followed(HERE path) reads name;
-    fn lsetxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => existing(HERE path) reads name;
-    fn fsetxattr(descriptor: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(descriptor EROFS) reads name;
-    fn removexattr(path: Text, name: Text) => followed(HERE path) reads name;
-    fn lremovexattr(path: Text, name: Text) => existing(HERE path) reads name;
-    fn fremovexattr(descriptor: c_int, name: Text) => descriptor(descriptor EROFS) reads name;
+    fn setxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => followed(HERE path) reads name as Attribute;
+    fn lsetxattr(path: Text, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => existing(HERE path) reads name as Attribute;
+    fn fsetxattr(descriptor: c_int, name: Text, value: FromC<*const c_void>, len: size_t, flags: c_int) => descriptor(descriptor EROFS) reads name as Attribute;
+    fn removexattr(path: Text, name: Text) => followed(HERE path) reads name as Attribute;
+    fn lremovexattr(path: Text, name: Text) => existing(HERE path) reads name as Attribute;
+    fn fremovexattr(descriptor: c_int, name: Text) => descriptor(descriptor EROFS) reads name as Attribute;
 }
 
 // The functions that have rules of their own.
 hook! {
+    fn futimesat(directory: c_int, path: Text, times: FromC<*const timeval>) -> c_int {
+        if path.is_null() {
+            // The call is about the descriptor itself.
+            return descriptor(directory, libc::EROFS, || times.read(), || futimesat::next(directory, path, times));
+        }
+        let policy = after(|| times.read(), followed);
+        at(directory, path, policy, |directory, path| futimesat::next(directory, path, times))
+    }
+
     fn unlinkat(directory: c_int, path: Text, flags: c_int) -> c_int {
         let ours = |view: &View, path: &[u8]| match flags {
             0 => file_removed(view, path),

@@ -129,6 +129,7 @@ hook! {
                 lock.l_type = libc::F_UNLCK as i16;
                 Ok(pointer.put(lock).map(|()| 0)?)
             }),
+            libc::F_GETPIPE_SZ | libc::F_SETPIPE_SZ => fail(libc::EBADF),
             _ => fail(libc::EINVAL),
         }
     }

@@ -73,6 +73,9 @@ hook! {
     }
 
     fn fexecve(descriptor: c_int, arguments: Strings, environment: Strings) -> c_int {
+        if arguments.is_null() || environment.is_null() {
+            return fail(libc::EINVAL);
+        }
         execveat(descriptor, c"".into(), arguments, environment, libc::AT_EMPTY_PATH)
     }
 
@@ -182,6 +185,10 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
         return if result < 0 { Err(memory::errno().into()) } else { Ok(0) };
     }
     let copy = executable_copy(view, path)?;
+    // The kernel takes a null pointer for an empty array, but the C library's `fexecve` refuses it.
+    let empty = StringArray::of(std::iter::empty());
+    let arguments = if arguments.is_null() { empty.strings() } else { arguments };
+    let environment = if environment.is_null() { empty.strings() } else { environment };
     if fexecve::next(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
 }
 

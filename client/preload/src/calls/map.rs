@@ -20,12 +20,15 @@ use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_N
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
-use crate::memory::{self, Failed, FromC};
+use crate::memory::{self, Errno, Failed, FromC};
 use crate::table::Reference;
 use crate::{kernel_copy, pages, table};
 
 /// The protection of memory that can be read and written, so that [`pages`] need not forget anything about it.
 const READ_WRITE: c_int = libc::PROT_READ | PROT_WRITE;
+
+/// The flags that `MAP_SHARED_VALIDATE` accepts: the kernel's `LEGACY_MAP_MASK`.
+const VALID_FLAGS: c_int = 0x7c07_f9f3;
 
 /// The address of a mapping. Its failure value is `MAP_FAILED` instead of the null pointer.
 struct Mapped(*mut c_void);
@@ -51,6 +54,10 @@ hook! {
             }
             Some(open) => answer(|| {
                 let offset = u64::try_from(offset).map_err(|_| libc::EINVAL)?;
+                if len == 0 {
+                    return Err(Fault::Errno(libc::EINVAL));
+                }
+                check_flags(flags)?;
                 let request = MapRequest { address, len, protection, flags, offset };
                 let file = open.file().map_err(|errno| if errno == libc::EISDIR { libc::ENODEV } else { errno })?;
                 let mapped = map(&*view()?, file, &request)?;
@@ -146,6 +153,17 @@ pub(super) fn note_protected(address: usize, len: usize, protection: c_int) {
     }
 }
 
+/// Refuses the flags that the kernel refuses before it looks at the file.
+fn check_flags(flags: c_int) -> Result<(), Errno> {
+    match flags & libc::MAP_TYPE {
+        _ if flags & libc::MAP_HUGETLB != 0 => Err(libc::EINVAL),
+        MAP_SHARED | MAP_PRIVATE => Ok(()),
+        libc::MAP_SHARED_VALIDATE if flags & !VALID_FLAGS != 0 => Err(libc::EOPNOTSUPP),
+        libc::MAP_SHARED_VALIDATE => Ok(()),
+        _ => Err(libc::EINVAL),
+    }
+}
+
 /// The arguments of `mmap`.
 struct MapRequest<'a> {
     address: FromC<'a, *mut c_void>,
@@ -168,12 +186,18 @@ struct Part {
 
 fn map(view: &View, file: &OpenFile, request: &MapRequest<'_>) -> Result<*mut c_void, Fault> {
     let MapRequest { address, len, protection, flags, offset } = *request;
-    if len == 0 || !offset.is_multiple_of(PAGE_SIZE) {
+    if !offset.is_multiple_of(PAGE_SIZE) {
         return Err(Fault::Errno(libc::EINVAL));
     }
     let is_shared = flags & libc::MAP_TYPE != MAP_PRIVATE;
     if is_shared && protection & PROT_WRITE != 0 {
         return Err(Fault::Errno(libc::EACCES));
+    }
+    if flags & libc::MAP_GROWSDOWN != 0 {
+        return Err(Fault::Errno(libc::EINVAL));
+    }
+    if flags & libc::MAP_SYNC != 0 {
+        return Err(Fault::Errno(libc::EOPNOTSUPP));
     }
     // First reserve room for the whole mapping. The part beyond the end of the file stays inaccessible.
     let placing = flags & (MAP_FIXED | libc::MAP_FIXED_NOREPLACE | libc::MAP_32BIT | libc::MAP_NORESERVE);

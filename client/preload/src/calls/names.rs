@@ -2,7 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use dayfly_client::{FileKind, Stat, View, cancellation};
+use dayfly_client::{FileKind, Stat, View, ViewError, cancellation};
 use libc::size_t;
 
 use super::hook;
@@ -14,32 +14,46 @@ use crate::{cwd, nowhere, path, table};
 
 hook! {
     fn access(path: FromC<*const c_char>, mode: c_int) -> c_int {
-        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| access::next(path, mode))
+        path::at(libc::AT_FDCWD, path, |view, path| may(|| view.stat(path), mode), |_, path| access::next(path, mode))
     }
 
     fn euidaccess | eaccess (path: FromC<*const c_char>, mode: c_int) -> c_int {
-        path::at(libc::AT_FDCWD, path, |view, path| may(&view.stat(path)?, mode), |_, path| euidaccess::next(path, mode))
+        // glibc ignores the other bits.
+        let ours = |view: &View, path: &[u8]| may(|| view.stat(path), mode & (libc::R_OK | libc::W_OK | libc::X_OK));
+        path::at(libc::AT_FDCWD, path, ours, |_, path| euidaccess::next(path, mode))
     }
 
     fn faccessat(directory: c_int, path: FromC<*const c_char>, mode: c_int, flags: c_int) -> c_int {
         let ours = |view: &View, path: &[u8]| {
-            let stat = if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) };
-            may(&stat?, mode)
+            if flags & !(libc::AT_EACCESS | libc::AT_SYMLINK_NOFOLLOW | libc::AT_EMPTY_PATH) != 0 {
+                return Err(Fault::Errno(libc::EINVAL));
+            }
+            may(|| if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) }, mode)
         };
+        if flags & libc::AT_SYMLINK_NOFOLLOW != 0 && (path::linked(path).is_some() || path::linked_directory(path).is_some()) {
+            // The call is about the link in /proc, which the kernel has.
+            return faccessat::next(directory, path, mode, flags);
+        }
         path::at_or_itself(directory, path, flags, ours, |directory, path| faccessat::next(directory, path, mode, flags))
     }
 
     fn readlink(path, out, len) {
-        let ours = |view: &View, path: &[u8]| Ok(copy_cut(&view.read_link(path)?, out, len)?);
-        match target_of_descriptor(path) {
+        let ours = |view: &View, path: &[u8]| {
+            check_room(len)?;
+            Ok(copy_cut(&view.read_link(path)?, out, len)?)
+        };
+        match target_of_link(path) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
             None => path::at(libc::AT_FDCWD, path, ours, |_, path| readlink::next(path, out, len)),
         }
     }
 
     fn readlinkat(directory: c_int, path: FromC<*const c_char>, out: FromC<*mut c_char>, len: size_t) -> isize {
-        let ours = |view: &View, path: &[u8]| Ok(copy_cut(&view.read_link(path)?, out, len)?);
-        match target_of_descriptor(path).or_else(|| target_of_place(directory, path)) {
+        let ours = |view: &View, path: &[u8]| {
+            check_room(len)?;
+            Ok(copy_cut(&view.read_link(path)?, out, len)?)
+        };
+        match target_of_link(path).or_else(|| target_of_place(directory, path)) {
             Some(target) => answer(|| Ok(copy_cut(&target, out, len)?)),
             None => path::at(directory, path, ours, |directory, path| readlinkat::next(directory, path, out, len)),
         }
@@ -139,10 +153,11 @@ hook! {
 }
 
 /// Decides about access: everything may be read and nothing written, and a file without an execute bit cannot be executed.
-fn may(stat: &Stat, mode: c_int) -> Result<c_int, Fault> {
+fn may(look_up: impl FnOnce() -> Result<Stat, ViewError>, mode: c_int) -> Result<c_int, Fault> {
     if mode & !(libc::R_OK | libc::W_OK | libc::X_OK) != 0 {
         return Err(Fault::Errno(libc::EINVAL));
     }
+    let stat = look_up()?;
     let lacks_execute = stat.kind == FileKind::File && stat.permissions & 0o111 == 0;
     match () {
         () if mode & libc::X_OK != 0 && lacks_execute => Err(Fault::Errno(libc::EACCES)),
@@ -168,9 +183,12 @@ fn left(result: c_int) -> c_int {
     result
 }
 
-/// Returns the path that a link to a descriptor of this process refers to, if the descriptor is ours.
-fn target_of_descriptor(path: FromC<*const c_char>) -> Option<Vec<u8>> {
-    path::path_of(&*path::linked(path)?)
+/// Returns the path that a link in /proc refers to, if it is the link to a descriptor of ours or to the working directory.
+fn target_of_link(path: FromC<*const c_char>) -> Option<Vec<u8>> {
+    match path::linked(path) {
+        Some(open) => path::path_of(&open),
+        None => path::linked_directory(path),
+    }
 }
 
 /// Returns the target of the symlink that a directory's descriptor stands for, if the path is empty (`O_PATH`, `O_NOFOLLOW`).
@@ -182,11 +200,14 @@ fn target_of_place(directory: c_int, path: FromC<*const c_char>) -> Option<Vec<u
     }
 }
 
+/// Refuses a buffer without room. The kernel reads its length as an `int`, and looks at it before the path.
+fn check_room(len: size_t) -> Result<(), Errno> {
+    if len as c_int <= 0 { Err(libc::EINVAL) } else { Ok(()) }
+}
+
 /// Stores a symlink's target as `readlink` does: without a NUL, and truncated if there is too little room.
 fn copy_cut(bytes: &[u8], out: FromC<*mut c_char>, len: size_t) -> Result<isize, Errno> {
-    if len == 0 {
-        return Err(libc::EINVAL);
-    }
+    check_room(len)?;
     let count = bytes.len().min(len);
     out.bytes().buffer(count)?.copy_from_slice(&bytes[..count]);
     Ok(count as isize)

@@ -93,7 +93,7 @@ hook! {
         match table::find(descriptor) {
             None => preadv2::next(descriptor, vector, count, offset, flags),
             Some(open) if open.is_place() => preadv2::next(descriptor, vector, count, offset, flags),
-            Some(_) if flags & !READ_FLAGS != 0 && offset >= -1 => {
+            Some(open) if flags & !flags_of(&open) != 0 && offset >= -1 => {
                 answer_from_memory(|| read_all(vector, count, |_, _| Err(Fault::Errno(libc::EOPNOTSUPP))))
             }
             Some(_) if offset == -1 => readv(descriptor, vector, count),
@@ -177,11 +177,16 @@ fn read_all<'a>(
     }
     let parts = vector.values(count as usize)?;
     // The kernel checks all parts before it reads.
+    let mut is_empty = true;
     for part in parts.clone() {
         if part.len > isize::MAX as usize {
             return Err(Fault::Errno(libc::EINVAL));
         }
         part.start.check_range(part.len)?;
+        is_empty &= part.len == 0;
+    }
+    if is_empty {
+        return Ok(0);
     }
     let mut total = 0;
     for part in parts {
@@ -198,6 +203,11 @@ fn read_all<'a>(
         }
     }
     Ok(total)
+}
+
+/// Returns the flags that `preadv2` accepts.
+fn flags_of(open: &Description) -> c_int {
+    if matches!(open.object, Object::Directory(_)) { libc::RWF_HIPRI } else { READ_FLAGS }
 }
 
 fn read_all_from(open: &Description, vector: Parts, count: c_int, offset: off_t) -> Result<isize, Fault> {

@@ -10,13 +10,16 @@ use super::hidden::as_seen;
 use super::hook;
 use crate::attach::view;
 use crate::fault::{Fault, answer_from_memory};
-use crate::memory::{FromC, fail, zeroed};
+use crate::memory::{Errno, FromC, fail, zeroed};
 use crate::next::exists;
 use crate::stat_form::{IO_SIZE, device, kernel_form, owner};
 use crate::{cwd, next, path, table};
 
 const HERE: c_int = libc::AT_FDCWD;
 const NO_FOLLOW: c_int = libc::AT_SYMLINK_NOFOLLOW;
+/// The two flags of `statx` that exclude each other: whether to ask a server.
+const SYNC_TYPE: c_int = libc::AT_STATX_FORCE_SYNC | libc::AT_STATX_DONT_SYNC;
+const KNOWN_FLAGS: c_int = NO_FOLLOW | libc::AT_NO_AUTOMOUNT | libc::AT_EMPTY_PATH | SYNC_TYPE;
 
 hook! {
     fn stat | stat64 (path: FromC<*const c_char>, out: FromC<*mut KernelStat>) -> c_int {
@@ -89,14 +92,20 @@ hook! {
     fn statx(directory: c_int, path: FromC<*const c_char>, flags: c_int, mask: c_uint, out: FromC<*mut KernelStatx>) -> c_int {
         if means_descriptor(path, flags) {
             return match of_directory(directory) {
-                Some(found) => answer_from_memory(|| Ok(out.put(extended_form(&found?)).map(|()| 0)?)),
+                Some(found) => answer_from_memory(|| {
+                    check_extended(flags, mask)?;
+                    Ok(out.put(extended_form(&found?)).map(|()| 0)?)
+                }),
                 None => statx::next(directory, path, flags, mask, out),
             };
         }
         if let Some(mode) = mode_of_link(path, flags) {
             return with_mode(statx::next(directory, path, flags, mask, out), out, |form| form.stx_mode |= mode as u16);
         }
-        let ours = |view: &View, path: &[u8]| Ok(out.put(extended_form(&look_up(view, path, flags)?)).map(|()| 0)?);
+        let ours = |view: &View, path: &[u8]| {
+            check_extended(flags, mask)?;
+            Ok(out.put(extended_form(&look_up(view, path, flags)?)).map(|()| 0)?)
+        };
         path::at(directory, path, ours, |directory, path| statx::next(directory, path, flags, mask, out))
     }
 }
@@ -119,19 +128,36 @@ fn relative(
     if let Some(mode) = mode_of_link(path, flags) {
         return with_mode(kernel(directory, path), out, |form| form.st_mode |= mode);
     }
-    let ours = |view: &View, path: &[u8]| Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?);
+    let ours = |view: &View, path: &[u8]| {
+        check_flags(flags)?;
+        Ok(out.put(kernel_form(&look_up(view, path, flags)?)).map(|()| 0)?)
+    };
     path::at(directory, path, ours, kernel)
+}
+
+/// Refuses unknown flags, as the kernel does before it looks at the path.
+fn check_flags(flags: c_int) -> Result<(), Errno> {
+    if flags & !KNOWN_FLAGS != 0 { Err(libc::EINVAL) } else { Ok(()) }
+}
+
+/// Refuses arguments of `statx`, as the kernel does before it looks at the path.
+fn check_extended(flags: c_int, mask: c_uint) -> Result<(), Errno> {
+    let is_valid = mask & libc::STATX__RESERVED as c_uint == 0 && flags & SYNC_TYPE != SYNC_TYPE;
+    if is_valid { check_flags(flags) } else { Err(libc::EINVAL) }
 }
 
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Stat, ViewError> {
     if flags & libc::AT_SYMLINK_NOFOLLOW != 0 { view.lstat(path) } else { view.stat(path) }
 }
 
-/// Returns the permissions that a link to a descriptor of ours has in /proc, if the call is about the link itself. The kernel has
-/// the link, but gives it the permissions of the placeholder.
+/// Returns the permissions that a link to a descriptor of ours lacks in /proc, if the call is about the link itself. The kernel has
+/// the link, but gives it the permissions of the placeholder. The link to the working directory lacks none.
 fn mode_of_link(path: FromC<*const c_char>, flags: c_int) -> Option<u32> {
     if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
         return None;
+    }
+    if path::linked_directory(path).is_some() {
+        return Some(0);
     }
     Some(if path::linked(path)?.is_place() { 0 } else { 0o500 })
 }

@@ -335,6 +335,9 @@ impl Call {
             None => self.kernel(),
             Some(directory) => {
                 let out: FromC<*mut c_char> = self.get(0);
+                if directory.len() >= self.get::<usize>(1) {
+                    return memory::fail(libc::ERANGE);
+                }
                 if !out.is_null() && !super::names::getcwd(out, self.get(1)).is_null() {
                     return directory.len() as c_long + 1;
                 }

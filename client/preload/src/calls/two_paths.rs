@@ -159,6 +159,9 @@ fn subject(end: &End) -> Result<Subject, Fault> {
 /// Checks that the directory of the kernel's path exists. Returns the kind of the last name, and the path without slashes at its
 /// end.
 fn kernel_name(directory: c_int, path: &CStr) -> Result<(Kind, CString), Errno> {
+    if path.is_empty() {
+        return Err(ENOENT);
+    }
     let trimmed = trim(path.to_bytes());
     let start = start_of_name(trimmed);
     let parent = if start == 0 { &b"."[..] } else { &trimmed[..start] };
