@@ -361,6 +361,20 @@ static void streams(void) {
     PRINT(fread(head, 1, 8, stdin));
     printf("%u\n", sum(head, 8));
     close(number);
+    const char *targets[] = {at("sub/f1"), "/proc/self/comm", at("list"), "/dev/null", at("sub"), at("big"), at("missing")};
+    FILE *again = fopen(at("list"), "r");
+    fgets(line, sizeof line, again);
+    for (size_t i = 0; i < sizeof targets / sizeof *targets; i++) {
+        FILE *same = freopen(targets[i], "r", again);
+        printf("freopen %zu: %d %d\n", i, same == again, same ? 0 : errno);
+        if (!same) break;
+        long first = fgetc(again), got = fread(head, 1, 8, again);
+        printf("%ld %ld %u %d %d\n", first, got, sum(head, got), !!feof(again), !!ferror(again));
+        PRINT(i == 1 || fseek(again, 3, SEEK_SET) < 0 ? 0 : ftell(again));
+    }
+    again = fdopen(open(at("list"), O_RDONLY), "r");
+    PRINT(freopen("/dev/null", "r", again) == again && fgetc(again) == EOF);
+    PRINT(fclose(again));
     PRINT(freopen(at("list"), "r", stdin) == stdin);
     PRINT(fileno(stdin));
     puts(fgets(line, sizeof line, stdin));

@@ -6,13 +6,15 @@
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsRawFd, RawFd};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use dayfly_client::{View, cancellation};
 use libc::{FILE, size_t};
 
-use super::descriptor::{close, dup2};
+use super::descriptor::{close, dup2, dup3};
 use super::hook;
-use super::open::open_in;
+use super::open::{open, open_in};
 use super::read::{lseek, read};
 use crate::fault::{Fault, answer};
 use crate::memory::{self, FromC, fail};
@@ -31,10 +33,19 @@ struct Functions {
 
 unsafe extern "C" {
     fn fopencookie(cookie: Cookie, mode: *const c_char, functions: Functions) -> *mut FILE;
+    fn __fpurge(stream: *mut FILE);
 }
 
 /// The offset of the descriptor in glibc's `FILE`. It is part of glibc's binary interface.
 const FILENO_OFFSET: usize = 112;
+/// The offset of the table of functions that glibc keeps behind each `FILE`.
+const TABLE_OFFSET: usize = 216;
+/// The offset of `read` in what `fopencookie` creates. glibc scrambles the pointer, in the same way for the whole process.
+const READ_OFFSET: usize = 232;
+
+/// The words at [`TABLE_OFFSET`] and [`READ_OFFSET`] of each stream that [`new_stream`] has created; 0 before the first.
+static TABLE: AtomicUsize = AtomicUsize::new(0);
+static READ: AtomicUsize = AtomicUsize::new(0);
 
 hook! {
     fn fopen | fopen64 (path: FromC<*const c_char>, mode: FromC<*const c_char>) -> *mut FILE {
@@ -60,6 +71,9 @@ hook! {
     }
 
     fn freopen | freopen64 (path: FromC<*const c_char>, mode: FromC<*const c_char>, stream: FromC<*mut FILE>) -> *mut FILE {
+        if !path.is_null() && is_our_stream(stream) {
+            return reopen(path, mode, stream);
+        }
         if path.is_null() {
             // This reopens the same file in another mode. Our files support only the mode they were opened with.
             let is_ours = number_of(stream).is_some_and(table::is_ours);
@@ -149,8 +163,62 @@ fn new_stream(number: RawFd) -> Result<*mut FILE, Fault> {
         return Err(Fault::Errno(memory::errno()));
     }
     // SAFETY: libc's new stream.
-    number_field(unsafe { FromC::new(stream) }).put(number)?;
+    let created = unsafe { FromC::new(stream) };
+    number_field(created).put(number)?;
+    TABLE.store(word(created, TABLE_OFFSET).unwrap_or(0), Ordering::Relaxed);
+    READ.store(word(created, READ_OFFSET).unwrap_or(0), Ordering::Relaxed);
     Ok(stream)
+}
+
+/// Returns a word of a stream.
+fn word(stream: FromC<*mut FILE>, offset: usize) -> Option<usize> {
+    // SAFETY: the callers know that the stream has a word there; `get` checks that it can be read.
+    unsafe { FromC::<*mut usize>::new(stream.raw().cast::<u8>().wrapping_add(offset).cast()) }.get()
+}
+
+/// Returns whether [`new_stream`] created a stream, whatever is open at its number now.
+fn is_our_stream(stream: FromC<*mut FILE>) -> bool {
+    let table = TABLE.load(Ordering::Relaxed);
+    table != 0
+        && !stream.is_null()
+        && word(stream, TABLE_OFFSET) == Some(table)
+        && word(stream, READ_OFFSET) == Some(READ.load(Ordering::Relaxed))
+}
+
+/// Opens another file at the number of one of our streams, in the namespace or outside: our functions read from the number. glibc's
+/// own `freopen` crashes on a stream from `fopencookie`.
+fn reopen(path: FromC<*const c_char>, mode: FromC<*const c_char>, stream: FromC<*mut FILE>) -> *mut FILE {
+    let before = memory::errno();
+    let number = number_of(stream).unwrap_or(-1);
+    let flags = open_flags(mode).ok();
+    let opened = match flags {
+        None => fail(libc::EINVAL),
+        // glibc has marked the stream as one that cannot be written to.
+        Some(flags) if flags & libc::O_ACCMODE != libc::O_RDONLY => fail(libc::ENOTSUP),
+        Some(flags) => open(path, flags, 0),
+    };
+    let close_on_exec = flags.unwrap_or(0) & libc::O_CLOEXEC;
+    if opened < 0 || opened != number && dup3(opened, number, close_on_exec) < 0 {
+        let errno = memory::errno();
+        if opened >= 0 {
+            close(opened);
+        }
+        fclose(stream);
+        memory::set_errno(errno);
+        return null_mut();
+    }
+    if opened != number {
+        close(opened);
+    }
+    // SAFETY: the program's stream. Seeking to the end makes glibc forget what is in the buffer and where that was.
+    unsafe {
+        __fpurge(stream.raw());
+        libc::fseek(stream.raw(), 0, libc::SEEK_END);
+        libc::fseek(stream.raw(), 0, libc::SEEK_SET);
+        libc::clearerr(stream.raw());
+    }
+    memory::set_errno(before);
+    stream.raw()
 }
 
 /// Returns a stream's field for its descriptor, which libc does not use in a stream from `fopencookie`.
