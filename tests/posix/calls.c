@@ -242,6 +242,21 @@ static void directories(void) {
     PRINT(chdir("/"));
     puts(getcwd(buffer, sizeof buffer));
     PRINT(closedir(stream));
+    /* The streams over duplicates of one descriptor share its offset, and each begins where it is. */
+    int folder = open(at("sub"), O_RDONLY);
+    DIR *first = fdopendir(dup(folder)), *second = fdopendir(dup(folder));
+    for (count = 0; readdir(first);) count++;
+    PRINT(count);
+    PRINT(lseek(folder, 0, SEEK_CUR) > 0);
+    for (count = 0; readdir(second);) count++;
+    PRINT(count);
+    rewinddir(second);
+    PRINT(lseek(folder, 0, SEEK_CUR));
+    for (count = 0; readdir(second);) count++;
+    PRINT(count);
+    closedir(first);
+    closedir(second);
+    close(folder);
     PRINT(opendir(at("list")) != NULL);
     PRINT(opendir(at("missing")) != NULL);
     struct dirent **list;

@@ -31,7 +31,8 @@ struct Stream {
     open: Reference,
     /// The descriptor that `dirfd` returns, which is created on the first call.
     number: Option<RawFd>,
-    position: u64,
+    /// The position of the next entry; `None` before the first, which is where the description's offset says.
+    position: Option<u64>,
     /// The entry that `readdir` returned last.
     entry: dirent,
 }
@@ -45,7 +46,7 @@ fn stream(pointer: FromC<'_, *mut DIR>) -> Option<&mut Stream> {
 }
 
 fn new_stream(open: Reference, number: Option<RawFd>) -> *mut DIR {
-    Box::into_raw(Box::new(Stream { mark: MARK, open, number, position: 0, entry: zeroed() })).cast()
+    Box::into_raw(Box::new(Stream { mark: MARK, open, number, position: None, entry: zeroed() })).cast()
 }
 
 hook! {
@@ -97,21 +98,21 @@ hook! {
     fn telldir(pointer: FromC<*mut DIR>) -> i64 {
         match stream(pointer) {
             None => telldir::next(pointer),
-            Some(stream) => stream.position as i64,
+            Some(stream) => stream.position() as i64,
         }
     }
 
     fn seekdir(pointer: FromC<*mut DIR>, position: i64) -> () {
         match stream(pointer) {
             None => seekdir::next(pointer, position),
-            Some(stream) => stream.position = position as u64,
+            Some(stream) => stream.move_to(position as u64),
         }
     }
 
     fn rewinddir(pointer: FromC<*mut DIR>) -> () {
         match stream(pointer) {
             None => rewinddir::next(pointer),
-            Some(stream) => stream.position = 0,
+            Some(stream) => stream.move_to(0),
         }
     }
 
@@ -161,10 +162,22 @@ pub(super) fn old_getdents(descriptor: c_int, out: FromC<*mut c_void>, len: size
 }
 
 impl Stream {
+    fn position(&self) -> u64 {
+        self.position.unwrap_or_else(|| self.open.offset.load())
+    }
+
+    /// Goes to a position, and takes the description's offset there, for others who use the description.
+    fn move_to(&mut self, position: u64) {
+        self.position = Some(position);
+        if self.number.is_some() {
+            self.open.offset.store(position);
+        }
+    }
+
     /// Fills in the next entry. Returns `false` at the end.
     fn read(&mut self) -> bool {
-        let Some((name, inode, kind, next)) = entry_at(&self.open, self.position) else { return false };
-        self.position = next;
+        let position = self.position();
+        let Some((name, inode, kind, next)) = entry_at(&self.open, position) else { return false };
         self.entry.d_ino = inode;
         self.entry.d_off = next as off_t;
         self.entry.d_type = kind;
@@ -175,6 +188,7 @@ impl Stream {
             *to = *from as c_char;
         }
         room[len] = 0;
+        self.move_to(next);
         true
     }
 }
