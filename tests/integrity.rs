@@ -162,7 +162,7 @@ fn a_connection_that_damages_every_answer_gives_eio_that_names_the_owner_and_not
     let view = session.view(0);
     for number in numbers(&view, LENS.len(), false) {
         let reason = read(&view, number).unwrap_err();
-        assert!(reason.contains("node 1") && reason.contains("damaged 2 times") && reason.contains("checksum"), "{reason}");
+        assert!(reason.contains("node 1") && reason.contains("damaged bytes 2 times") && reason.contains("checksum"), "{reason}");
         let samples = [view.open(&path(number)).unwrap().sample()];
         let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Report).unwrap();
         assert!(batch.next().unwrap().unwrap().bytes.is_err());
