@@ -35,7 +35,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use harness::twin::twin;
-use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
+use harness::{Ground, assert_same_tree, copy_program, output_of, read_tree, text, tool};
 use nix::sys::signal::Signal;
 use programs::{COPIERS, PROGRAMS};
 
@@ -316,7 +316,7 @@ fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
     // A copy of the program without the library next to it.
     let alone = ground.at("alone");
     fs::create_dir(&alone).unwrap();
-    fs::copy(env!("CARGO_BIN_EXE_dayfly"), alone.join("dayfly")).unwrap();
+    copy_program(env!("CARGO_BIN_EXE_dayfly"), alone.join("dayfly"));
     let cluster = ground.up(1);
     let run = || {
         let mut command = Command::new(alone.join("dayfly"));
@@ -329,7 +329,7 @@ fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
     fs::write(alone.join("libdayfly_preload.so"), "not a library").unwrap();
     let (status, message) = run();
     assert!(status == Some(125) && message.contains("cannot load"), "{status:?} {message}");
-    fs::copy(library(), alone.join("libdayfly_preload.so")).unwrap();
+    copy_program(library(), alone.join("libdayfly_preload.so"));
     assert_eq!(run(), (Some(0), String::new()));
     cluster.down();
 }

@@ -10,7 +10,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use harness::{output_of, text, wait_until};
+use harness::{copy_program, output_of, text, wait_until};
 use tempfile::TempDir;
 
 const OWNER: u32 = 65_532;
@@ -37,9 +37,8 @@ impl Commons {
             fs::set_permissions(folder.path().join(name), fs::Permissions::from_mode(0o1777)).unwrap();
         }
         let program = Path::new(env!("CARGO_BIN_EXE_dayfly"));
-        fs::copy(program, folder.path().join("dayfly")).unwrap();
-        fs::copy(program.with_file_name("deps").join("libdayfly_preload.so"), folder.path().join("libdayfly_preload.so"))
-            .unwrap();
+        copy_program(program, folder.path().join("dayfly"));
+        copy_program(program.with_file_name("deps").join("libdayfly_preload.so"), folder.path().join("libdayfly_preload.so"));
         Some(Self { folder })
     }
 

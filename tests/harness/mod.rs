@@ -260,6 +260,12 @@ pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
 }
 
+/// Copies a program that a test runs afterward. `cp` does the work, so that no other thread's child inherits a descriptor through
+/// which the copy can still be written: the kernel would then refuse to run it.
+pub(crate) fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
+    tool("cp", &[from.as_ref().as_os_str(), to.as_ref().as_os_str()]);
+}
+
 /// Packs a folder's content with GNU tar, sorted by name, with these additional options. The archive's name determines its
 /// compression.
 pub(crate) fn pack(archive: &Path, folder: &Path, options: &[&str]) {

@@ -1,11 +1,10 @@
 //! Calls at the edges of what is allowed.
 
-use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 use crate::harness::twin::twin;
-use crate::harness::{Ground, output_of, text};
+use crate::harness::{Ground, copy_program, output_of, text};
 use crate::{compile, plainly, tree_for_calls};
 
 /// Compares what `edges.c` prints over a plain directory and over the namespace, line by line.
@@ -20,7 +19,7 @@ fn prints_the_same(mode: &str) {
     };
     let tree = |root: &Path| {
         tree_for_calls(root);
-        fs::copy("/bin/true", root.join("program")).unwrap();
+        copy_program("/bin/true", root.join("program"));
     };
     let (twin, expected) = twin(tree, run);
     assert!(expected.lines().count() > 20, "{expected}");
