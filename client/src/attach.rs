@@ -44,10 +44,10 @@ pub struct Session {
     pub(crate) arena: Arena,
     /// How many further batches are assumed to be cold, see [`Session::is_cold`].
     cold_batches: AtomicU32,
-    /// The process that owns the connections. A forked child must not use those of its parent.
+    /// The process that owns the connections. A forked child must not use its parent's connections.
     process: AtomicU32,
     idle: Pool<Socket>,
-    /// In a box, because a session is created on the stack, which a signal handler may have little of.
+    /// In a box, because a session is created on the stack, and a signal handler may have a small stack.
     datasets: Box<Current<DatasetList>>,
 }
 
@@ -211,13 +211,13 @@ impl Session {
         })
     }
 
-    /// Gets the segments of a dataset again whose descriptors the program has closed.
+    /// Asks the server again for those segments of a dataset whose descriptors the program has closed.
     ///
     /// # Errors
     ///
     /// If the server does not answer, or no longer has the dataset.
     pub fn restore(&self, dataset: &Dataset) -> Result<(), ClientError> {
-        // A `vfork` child has descriptors of its own, but its parent's records of them.
+        // A `vfork` child has a descriptor table of its own, but works with its parent's records of what is open.
         if !self.is_own_process() {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
@@ -324,7 +324,7 @@ impl Session {
     /// Takes an idle connection of this process, or opens a new one.
     pub(crate) fn take_socket(&self) -> Result<Box<Socket>, ClientError> {
         while let Some(socket) = self.is_own_process().then(|| self.idle.take()).flatten() {
-            // The program may have closed it.
+            // The program may have closed the connection's descriptor.
             if socket.is_intact() {
                 return Ok(socket);
             }
@@ -352,8 +352,8 @@ impl Session {
         self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
-    /// Returns whether a batch is assumed to be cold, that is, not in memory. With a number, that many batches are assumed to be
-    /// cold, beginning with this one.
+    /// Returns whether a batch is assumed to be cold, that is, not in memory. If `batches` is a number, so
+    /// many batches are assumed to be cold, beginning with this one.
     pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
         // Threads may race here; an approximate count is enough.
         let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));
@@ -370,7 +370,7 @@ impl Session {
     }
 }
 
-/// Ends its views when dropped, see [`Session::begin_views`].
+/// Ends the views of one call when dropped, see [`Session::begin_views`].
 pub(crate) struct Views<'a> {
     counters: &'a Counters,
     slot: u32,

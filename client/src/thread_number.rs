@@ -1,7 +1,8 @@
 //! A number for each thread, without thread-local variables of Rust: their first use in a thread may allocate, which a signal
 //! handler must not do.
 
-/// Returns a number that no other running thread of this process has. A forked child's thread has its parent's.
+/// Returns a number that no other running thread of this process has. After a fork, the child's
+/// thread has the number of the thread that forked.
 #[inline]
 #[cfg(target_arch = "x86_64")]
 pub fn current() -> usize {
@@ -11,7 +12,8 @@ pub fn current() -> usize {
     number
 }
 
-/// Returns a number that no other running thread of this process has. A forked child's thread has its parent's.
+/// Returns a number that no other running thread of this process has. After a fork, the child's
+/// thread has the number of the thread that forked.
 #[inline]
 #[cfg(not(target_arch = "x86_64"))]
 pub fn current() -> usize {

@@ -1,6 +1,6 @@
 //! Verifies what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
-//! a bad copy to the server, which examines it itself. If the server drops the copy, it fetches the
-//! chunk from its owner, and the reader gets those bytes.
+//! a bad copy to the server, and the server checks the copy, too. If the copy is bad, the server
+//! drops it and fetches the chunk from the chunk's owner, and the reader gets the fetched bytes.
 
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
