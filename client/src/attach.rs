@@ -370,7 +370,7 @@ impl Session {
     }
 }
 
-/// Ends the views of one call when dropped, see [`Session::begin_views`].
+/// When dropped, ends the view that [`Session::begin_views`] began.
 pub(crate) struct Views<'a> {
     counters: &'a Counters,
     slot: u32,

@@ -3,12 +3,12 @@
 //! A batch lends the samples that are on this node in place, in mapped segments. It requests all others from the server with one
 //! message, and lends them in the arena under a lease as they arrive.
 //!
-//! The server may revoke a lease when a batch makes no progress for a long time, because the batch's process reads nothing
-//! from the socket, or because other processes wait for room in the arena. The batch then reads a sample again if it was not delivered yet. For
-//! samples that were delivered, [`Batch::is_good`] returns `false`.
+//! The server may revoke a lease when a batch makes no progress for a long time, because the batch's process reads nothing from
+//! the socket, or because other processes wait for room in the arena. The batch then reads a sample again if it was not delivered
+//! yet. For samples that were delivered, [`Batch::is_good`] returns `false`.
 //!
-//! A batch belongs to one process: a forked child may look at samples that its parent's batch has delivered, but cannot
-//! get further samples from the batch.
+//! A batch belongs to one process: a forked child may look at samples that its parent's batch has delivered, but cannot get
+//! further samples from the batch.
 
 mod remote;
 
