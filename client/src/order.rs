@@ -82,8 +82,8 @@ impl Samples {
     /// nodes, each sample appears once.
     ///
     /// Reading in this order is as fast as sequential reading. The position of samples with large
-    /// blocks does not matter for speed, so they are inserted at random; so are empty samples,
-    /// which no node stores.
+    /// blocks does not matter for speed, so they are inserted at random; so are samples
+    /// that no node stores, such as empty ones.
     pub fn local(&self, dataset: &Dataset, node: NodeId, nodes: u16) -> Vec<SampleId> {
         let catalog = dataset.catalog();
         let mut positioned = Vec::new();
@@ -91,7 +91,7 @@ impl Samples {
         for sample in (0..self.entries.len() as u32).map(SampleId) {
             let Some((size, blocks)) = catalog.sample(sample) else { continue };
             let first = BlockId(blocks.start);
-            if size == 0 {
+            if size == 0 || catalog.owner(first) == Some(NodeId::NONE) {
                 if sample.0 % u32::from(nodes.max(1)) == u32::from(node.0) {
                     scattered.push(sample);
                 }

@@ -19,8 +19,8 @@
 //! look it up:
 //!
 //! ```
-//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind};
-//! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, StoredBlock};
+//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind, Version};
+//! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, Place, StoredBlock};
 //! use dayfly_meta::checksum::checksum;
 //! use dayfly_meta::id::{BlockId, NodeId};
 //! use dayfly_meta::placement::{self, Placement};
@@ -33,6 +33,8 @@
 //!     prefix: Vec::new(),
 //!     kind: SourceKind::Tar,
 //!     compression: Compression::None,
+//!     version: Version { size: 10_240, ..Version::default() },
+//!     inode: 0,
 //! };
 //! let member = Member {
 //!     path: b"train/cat.jpg".to_vec(),
@@ -43,16 +45,19 @@
 //!     mtime_ns: 0,
 //!     kind: MemberKind::File {
 //!         size: 4,
+//!         place: Place::Bytes { offset: 512 },
 //!         blocks: vec![StoredBlock { owner, arrival: 0 }],
 //!         checksums: vec![checksum(b"meow")],
 //!     },
 //! };
 //! let scratch = || tempfile::tempfile();
-//! let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
+//! let about = About { seed: 7, capacities: nodes.map(|node| node.capacity).to_vec(), ..About::default() };
+//! let mut builder = CatalogBuilder::new(&scratch, about, &[source])?;
 //! builder.add(&member.path, &member, 1)?;
 //! let built = builder.finish(&|| {})?;
 //!
 //! let catalog = Catalog::open(&built.file)?;
+//! catalog.check(nodes.len())?;
 //! let (entry, attributes) = catalog.stat(b"train/cat.jpg").expect("it was added");
 //! assert_eq!(attributes.size, 4);
 //! let (_, blocks) = catalog.sample(entry.sample().expect("a file is a sample")).expect("the catalog is whole");

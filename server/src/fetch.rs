@@ -233,6 +233,9 @@ impl Fetcher {
     /// Sends one message to the owner, and another one for the chunks that arrived damaged or that the owner could not read.
     async fn load(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
         let (owner, chunks, dataset) = (group.owner, group.chunks(), group.dataset().clone());
+        if owner == NodeId::NONE {
+            return fail(&dataset, group, ReadError::NoOwner);
+        }
         let mut slots = group.take_slots();
         let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
         let mut errors: Vec<Option<FetchError>> = vec![None; chunks.len()];

@@ -19,9 +19,9 @@ mod unit_queue;
 
 use std::fs::File;
 
-use dayfly_meta::catalog::Source;
+use dayfly_meta::catalog::{Source, Version};
 use dayfly_meta::wire::control::{Counts, Selection};
-use dayfly_meta::wire::peer::{Rivalry, Version};
+use dayfly_meta::wire::peer::Rivalry;
 
 use activity::PlanActivity;
 use planner::Planner;

@@ -30,7 +30,7 @@ pub(super) struct Publication<'a> {
     pub(super) request: &'a StageInRequest,
     pub(super) sources: Vec<Source>,
     pub(super) rivals: Arc<Rivals>,
-    /// Free bytes on each node, in the order of node numbers.
+    /// Free bytes on each node, in the order of node numbers. They are the capacities of the placement.
     pub(super) free: Vec<u64>,
 }
 
@@ -85,7 +85,13 @@ impl Publication<'_> {
             coordinator: self.coordinator.clone(),
             stage_in: self.stage_in.clone(),
             runs,
-            about: About { seed: self.request.seed, created_s, group: self.request.selection.group, directories_max },
+            about: About {
+                seed: self.request.seed,
+                capacities: self.free.clone(),
+                created_s,
+                group: self.request.selection.group,
+                directories_max,
+            },
             sources: self.sources.clone(),
             rivals: self.rivals.clone(),
         };

@@ -52,6 +52,8 @@ pub(crate) enum ReadError {
     Verify(#[source] JobLost),
     #[error("its owner sent no bytes")]
     Nothing,
+    #[error("no node stores it; stage the dataset in again, on nodes with more room")]
+    NoOwner,
     /// Another request was fetching the chunk and failed.
     #[error(transparent)]
     Joined(LoadFailure),

@@ -37,7 +37,9 @@ impl<S: Sink> Worker<S> {
         }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
         let unknown = StoredBlock { owner: NodeId(0), arrival: 0 };
-        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize], checksums: Vec::new() };
+        if let MemberKind::File { size: bytes, blocks, .. } = &mut member.kind {
+            (*bytes, *blocks) = (size, vec![unknown; parts as usize]);
+        }
         let index = self.members.len();
         self.members_len += member.memory_len();
         self.members.push(member);

@@ -12,8 +12,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::rc::Rc;
 
-use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::catalog::member::read_member;
+use dayfly_meta::catalog::{MemberKey, Place};
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
 use dayfly_meta::path::display;
@@ -156,8 +156,9 @@ impl Staged {
     fn tree(&self) -> BTreeMap<String, (MemberKind, Vec<u8>)> {
         let entry = |(member, bytes): &(Member, Vec<u8>)| {
             let mut kind = member.kind.clone();
-            if let MemberKind::File { blocks, .. } = &mut kind {
+            if let MemberKind::File { blocks, place, .. } = &mut kind {
                 blocks.clear();
+                *place = Place::Tree;
             }
             (display(&member.path), (kind, bytes.clone()))
         };
@@ -219,7 +220,7 @@ fn run_within(
                 continue;
             }
             let mut bytes = Vec::new();
-            if let MemberKind::File { size, blocks, checksums } = &member.kind {
+            if let MemberKind::File { size, blocks, checksums, .. } = &member.kind {
                 for block in blocks {
                     bytes.extend_from_slice(&sink.stored[&(block.owner, block.arrival)]);
                 }
