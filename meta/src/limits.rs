@@ -199,6 +199,17 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// Descriptors of sources that a node keeps open for the next reads of samples from their sources.
+pub const ORIGIN_FILES_MAX: usize = 64;
+/// Bytes of a record that are read at once while its sample is unpacked.
+pub const ORIGIN_READ_LEN_MAX: u64 = 4 << 20;
+/// Samples that are wanted together are read from their source in one piece if at most this many
+/// bytes lie between them. Reading so few bytes costs a parallel file system less than another
+/// request does.
+pub const ORIGIN_GAP_MAX: u64 = 64 << 10;
+/// Length of such a piece. It is in memory as a whole.
+pub const ORIGIN_MERGED_LEN_MAX: u64 = 16 << 20;
+
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
 /// Requests to one peer may hold 1 / `PEER_SHARE` of the memory that their bytes land in. Memory

@@ -288,4 +288,4 @@ impl<S: Sink> Worker<S> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

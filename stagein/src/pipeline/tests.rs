@@ -134,7 +134,7 @@ fn placement(nodes: usize) -> Arc<Placement> {
     Arc::new(Placement::new(1, &members))
 }
 
-fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
+pub(crate) fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let request = PlanRequest { patterns: &patterns, selection, seed: 3, workers: 4 };
     plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())
@@ -142,9 +142,9 @@ fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageI
 
 /// The result of a stage-in.
 #[derive(Default)]
-struct Staged {
+pub(crate) struct Staged {
     /// The accepted members, with their bytes.
-    members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
+    pub(crate) members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
     counts: Counts,
     /// Number of rejected tickets.
     rejected: usize,
@@ -168,7 +168,7 @@ impl Staged {
 
 /// Runs a plan as several workers with one unit each would. Among the finished units that are not
 /// recorded yet, `pick` chooses the next one to record.
-fn run(
+pub(crate) fn run(
     plan: StageInPlan,
     selection: &Selection,
     room: &[u64],
