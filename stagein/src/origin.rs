@@ -48,7 +48,7 @@ use target::Target;
 /// A part of a sample to be read.
 #[derive(Debug)]
 pub struct WantedBytes<'a> {
-    /// The sample.
+    /// The sample that the bytes belong to.
     pub sample: SampleId,
     /// Offset in the sample of the first byte.
     pub start: u64,
@@ -238,10 +238,9 @@ impl<F: SourceFiles> OriginReader<F> {
         target.check(&before)?;
         let result = read(file);
         // A change explains a short read or malformed bytes better than these do.
-        if result.is_ok() || matches!(result, Err(OriginError::ShortRead { .. } | OriginError::Damaged { .. })) {
-            if state()? != before {
-                return Err(target.changed("it changed while it was being read"));
-            }
+        let may_be_due_to_a_change = matches!(result, Ok(()) | Err(OriginError::ShortRead { .. } | OriginError::Damaged { .. }));
+        if may_be_due_to_a_change && state()? != before {
+            return Err(target.changed("it changed while it was being read"));
         }
         result
     }

@@ -14,7 +14,7 @@ pub enum OriginError {
     Changed {
         /// Path of the source, or of the file in it.
         path: PathBuf,
-        /// What differs.
+        /// How it differs from what was staged in.
         what: String,
     },
     /// The source is gone.

@@ -206,7 +206,7 @@ pub(super) fn unpack_zip_bytes(
 }
 
 /// Reads a local header and skips the names after it.
-fn read_local(input: &mut (impl Read + Skip)) -> Result<LocalHeader, Malformed> {
+fn read_local(input: &mut impl Skip) -> Result<LocalHeader, Malformed> {
     let mut bytes = [0; LOCAL_LEN];
     input.read_exact(&mut bytes).map_err(Malformed::Unpack)?;
     let header = LocalHeader::parse(&bytes).filter(|header| !header.is_encrypted).ok_or(Malformed::Local)?;

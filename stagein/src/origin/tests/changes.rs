@@ -15,7 +15,8 @@ fn sources() -> tempfile::TempDir {
     shell(
         folder.path(),
         "mkdir tree tree/sub; seq 3000 > tree/sub/file; truncate -s 1M tree/holes; echo end >> tree/holes; cp tree/sub/file single
-         tar -cSf a.tar tree; cd tree; python3 -m zipfile -c ../a.zip sub/file",
+         tar -cSf a.tar tree
+         python3 -c \"import zipfile; z = zipfile.ZipFile('a.zip', 'w', 8); z.write('tree/sub/file', 'sub/file'); z.close()\"",
     );
     folder
 }
@@ -178,7 +179,7 @@ fn damage_gives_an_error_and_never_other_bytes() {
         };
         let mut random = StdRng::seed_from_u64(7);
         let mut errors = 0;
-        for round in 0..300 {
+        for round in 0..150 {
             let mut bytes = intact.clone();
             for _ in 0..random.random_range(1..4) {
                 // Most faults are in the headers.
@@ -208,7 +209,7 @@ fn damage_gives_an_error_and_never_other_bytes() {
             let mut wanted = [WantedBytes { sample: *sample, start: 0, bytes: &mut many }];
             let _ = reader.read_many(&damaged.catalog, &mut wanted);
         }
-        assert!(errors > 100, "{source}: {errors} errors");
+        assert!(errors > 50, "{source}: {errors} errors");
     }
 }
 

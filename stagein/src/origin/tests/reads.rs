@@ -2,17 +2,6 @@
 
 use super::*;
 
-/// Reads each sample alone, with no descriptor kept, and returns its place and the reads that it cost.
-fn reads_of(dataset: &Dataset) -> Vec<(String, usize, Place, Vec<(u64, usize)>)> {
-    let files = ObservedFiles::default();
-    let reader = OriginReader::with_files(&files, 1);
-    let observe = |(path, (sample, expected)): (&String, &(SampleId, Vec<u8>))| {
-        assert!(dataset.read(&reader, *sample).unwrap() == *expected);
-        (path.clone(), expected.len(), dataset.catalog.origin(*sample).unwrap().place, files.take_reads())
-    };
-    dataset.samples.iter().map(observe).collect()
-}
-
 #[test]
 fn a_sample_costs_one_contiguous_read_of_its_record() {
     let folder = tempfile::tempdir().unwrap();
@@ -27,12 +16,16 @@ z.close()",
     );
     for source in ["a.tar", "b.zip", "t", "t/sub/b"] {
         let dataset = Dataset::stage_in(&[&folder.path().join(source)], &Selection::default());
-        for (path, size, place, reads) in reads_of(&dataset) {
+        let files = ObservedFiles::default();
+        let reader = OriginReader::with_files(&files, 1);
+        for (path, (sample, expected)) in &dataset.samples {
+            assert!(dataset.read(&reader, *sample).unwrap() == *expected);
+            let (size, reads) = (expected.len(), files.take_reads());
             if size == 0 {
                 assert!(reads.is_empty(), "{path}: an empty sample costs no read");
                 continue;
             }
-            let (offset, len) = match place {
+            let (offset, len) = match dataset.catalog.origin(*sample).unwrap().place {
                 Place::Bytes { offset } => (offset, size),
                 Place::SparseTar { offset, len } | Place::ZipRecord { offset, len } => (offset, len as usize),
                 _ => (0, size),
