@@ -164,8 +164,13 @@ pub(super) fn unpack_zip<F: SourceFiles>(
     bytes: &mut [u8],
 ) -> Result<(), OriginError> {
     let (offset, path, end) = (source.position(), source.path, source.end);
-    // A stored member needs no more than its headers and the bytes wanted. A compressed one is rarely longer than its data.
-    source.fill_len = if range.start == 0 { (HEADERS_LEN + range.len).min(ORIGIN_READ_LEN_MAX) } else { HEADERS_LEN };
+    // The first read gets the whole record of a sample that is wanted as a whole. Of a part of a stored member, it gets no
+    // more than the headers and the bytes wanted.
+    source.fill_len = match range.start {
+        0 if range.len == range.size => ORIGIN_READ_LEN_MAX,
+        0 => (HEADERS_LEN + range.len).min(ORIGIN_READ_LEN_MAX),
+        _ => HEADERS_LEN,
+    };
     let header = read_local(source).map_err(|malformed| malformed.into_error(path, offset))?;
     let data_len = end - source.position();
     if header.method == 0 {

@@ -16,7 +16,7 @@ use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Selection;
 
 use super::*;
-use crate::pipeline::tests::{planned, run};
+use crate::pipeline::tests::{placement, planned, run};
 
 /// A dataset that was staged in.
 struct Dataset {
@@ -75,8 +75,20 @@ impl Dataset {
         Ok(whole)
     }
 
+    /// The catalog alone tells how the placement chose the owner of each block.
+    fn assert_owners_follow_from_the_catalog(&self) {
+        let placement = placement(self.catalog.capacities().count());
+        for sample in (0..self.catalog.header().samples).map(SampleId) {
+            let path = self.catalog.placed_path(sample).unwrap();
+            for (part, block) in (0..).zip(self.catalog.sample(sample).unwrap().1) {
+                assert_eq!(self.catalog.owner(BlockId(block)), placement.owner(&path, part), "{}", display(&path));
+            }
+        }
+    }
+
     /// Reads every sample in all ways, and compares the bytes with those that were staged in.
     fn assert_reads_back(&self) {
+        self.assert_owners_follow_from_the_catalog();
         let reader = OriginReader::new(4);
         let mut all: Vec<Vec<u8>> = Vec::new();
         for (path, (sample, expected)) in &self.samples {

@@ -129,7 +129,7 @@ impl Sink for &mut MemorySink {
     }
 }
 
-fn placement(nodes: usize) -> Arc<Placement> {
+pub(crate) fn placement(nodes: usize) -> Arc<Placement> {
     let members: Vec<_> = (0..nodes as u16).map(|node| placement::Member { node: NodeId(node), capacity: 1 }).collect();
     Arc::new(Placement::new(1, &members))
 }
