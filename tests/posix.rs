@@ -16,6 +16,8 @@ mod handoffs;
 mod harness;
 #[path = "posix/jumps.rs"]
 mod jumps;
+#[path = "posix/limits.rs"]
+mod limits;
 #[path = "posix/loaders.rs"]
 mod loaders;
 #[path = "posix/programs.rs"]

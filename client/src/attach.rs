@@ -85,6 +85,7 @@ impl Session {
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _deferral = cancellation::uninterrupted();
+        let _room = reserved_fd::raise_limit();
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
@@ -193,6 +194,7 @@ impl Session {
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
+        let _room = reserved_fd::raise_limit();
         self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut all = Vec::new();
@@ -222,6 +224,7 @@ impl Session {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
         let _deferral = cancellation::uninterrupted();
+        let _room = reserved_fd::raise_limit();
         let is_restored = self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut is_restored = false;
@@ -329,6 +332,7 @@ impl Session {
                 return Ok(socket);
             }
         }
+        let _room = reserved_fd::raise_limit();
         let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
         self.slot.store(socket.slot(), Ordering::Relaxed);
         Ok(Box::new(socket))

@@ -4,6 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
+use nix::libc;
 
 use crate::privacy::NotPrivate;
 
@@ -78,7 +79,10 @@ pub enum ClientError {
     },
     /// The server cannot be reached or does not answer in time.
     #[error("the server of this node does not answer: {0}")]
-    Server(#[from] io::Error),
+    Server(io::Error),
+    /// This process has too little memory or too few descriptors left.
+    #[error("this process cannot use the session, because it has reached a limit of its own (see 'ulimit -a'): {0}")]
+    Limit(io::Error),
     /// The server of a named node cannot be reached or does not answer in time.
     #[error("the server of node {node} does not answer: {error}")]
     NodeServer {
@@ -152,6 +156,15 @@ impl ClientError {
         match self {
             Self::Server(error) => Self::NodeServer { node, error },
             error => error,
+        }
+    }
+}
+
+impl From<io::Error> for ClientError {
+    fn from(error: io::Error) -> Self {
+        match error.raw_os_error() {
+            Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE) => Self::Limit(error),
+            _ => Self::Server(error),
         }
     }
 }

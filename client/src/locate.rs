@@ -11,6 +11,7 @@ mod names;
 mod watch;
 
 use std::env;
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -65,7 +66,12 @@ pub struct SessionFolder {
 
 /// Returns the folder that contains one folder for each user.
 pub fn runtime_base() -> PathBuf {
-    let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
+    runtime_base_in(env::var_os(RUNTIME_DIR_VARIABLE))
+}
+
+/// Returns the folder that contains one folder for each user. `named` is the value of `DAYFLY_RUNTIME_DIR`.
+fn runtime_base_in(named: Option<OsString>) -> PathBuf {
+    let base = named.filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
     // Servers have another working directory than the process that starts them.
     std::path::absolute(&base).unwrap_or(base)
 }
@@ -325,7 +331,7 @@ impl SessionFolder {
     /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
         let names = names_in(&self.folder).unwrap_or_default().into_iter();
-        let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
+        let number = |name: OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
         let mut nodes: Vec<NodeId> =
             names.filter_map(number).map(NodeId).filter(|&node| is_locked(&self.lock_path(node))).collect();
         nodes.sort_unstable();

@@ -254,17 +254,25 @@ fn high_copy(number: RawFd) -> Option<RawFd> {
     None
 }
 
+/// Raises the limit on descriptors, if the process may, until the result is dropped. Files that arrive from the server first get the
+/// lowest free numbers, and the program may have used all of its own.
+pub(crate) fn raise_limit() -> Option<RaisedLimit> {
+    let (soft, hard) = descriptors_limit()?;
+    let wanted = (soft + ROOM).max(CEILING).min(hard);
+    (soft < wanted).then(|| RaisedLimit::new(soft, wanted, hard)).flatten()
+}
+
 /// While this value lives, the process may have more descriptors.
-struct RaisedLimit {
+pub(crate) struct RaisedLimit {
     before: u64,
     raised: u64,
     hard: u64,
 }
 
 impl RaisedLimit {
-    /// Raises the limit from `before`, unless the kernel refuses.
+    /// Raises the limit from `before`, unless it is raised already or the kernel refuses.
     fn new(before: u64, raised: u64, hard: u64) -> Option<Self> {
-        LIMIT_BEFORE.store(before, Ordering::Release);
+        LIMIT_BEFORE.compare_exchange(NOT_RAISED, before, Ordering::AcqRel, Ordering::Relaxed).ok()?;
         let is_raised = replace_descriptors_limit(raised, hard).is_some();
         if !is_raised {
             LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);

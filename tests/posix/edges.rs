@@ -86,6 +86,16 @@ fn the_link_to_the_working_directory_leads_into_the_namespace() {
     prints_the_same("directory_link");
 }
 
+#[test]
+fn links_to_descriptors_are_followed_only_as_far_as_the_kernel_follows_them() {
+    prints_the_same("links");
+}
+
+#[test]
+fn a_program_that_cannot_run_fails_as_in_a_plain_directory() {
+    prints_the_same("programs");
+}
+
 /// SEMANTICS: "there are no extended attributes and no file handles; statx gives the basic attributes, whatever its mask asks for;"
 #[test]
 fn statx_gives_the_basic_attributes_for_every_mask() {

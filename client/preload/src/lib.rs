@@ -54,6 +54,7 @@ mod calls;
 mod cwd;
 mod descriptor_link;
 mod elf;
+mod environment;
 mod exec_handoff;
 mod fault;
 mod heap;

@@ -246,7 +246,7 @@ mod tests {
     use super::*;
 
     fn setup() -> Setup {
-        let environment = dayfly_client::locate::Environment::read();
+        let environment = dayfly_client::locate::Environment::read(crate::environment::variable);
         Setup { prefix: c"/pfs/dayfly".to_owned(), last: c"dayfly".to_owned(), device: 0, environment, temporary: "/tmp".into() }
     }
 

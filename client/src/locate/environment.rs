@@ -1,6 +1,5 @@
 //! The session that a process was started in, as its environment names it.
 
-use std::env;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -8,7 +7,7 @@ use std::path::PathBuf;
 use dayfly_meta::id::{NodeId, SessionId};
 
 use super::names::names_in;
-use super::{NODE_VARIABLE, SESSION_VARIABLE, SessionFolder, runtime_base, runtime_dir_in};
+use super::{NODE_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE, SessionFolder, runtime_base_in, runtime_dir_in};
 use crate::ClientError;
 use crate::privacy::check_private;
 
@@ -24,10 +23,11 @@ pub struct Environment {
 }
 
 impl Environment {
-    /// Reads the variables of the environment as they are now.
-    pub fn read() -> Self {
-        let node = env::var(NODE_VARIABLE).ok().and_then(|node| node.parse().ok()).map(NodeId);
-        Self { session: env::var_os(SESSION_VARIABLE).unwrap_or_default(), node, base: runtime_base() }
+    /// Reads the variables of the environment as they are now. `variable` returns a variable's value.
+    pub fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let node = variable(NODE_VARIABLE).and_then(|node| node.to_str()?.parse().ok()).map(NodeId);
+        let session = variable(SESSION_VARIABLE).unwrap_or_default();
+        Self { session, node, base: runtime_base_in(variable(RUNTIME_DIR_VARIABLE)) }
     }
 
     /// Returns the session's id as the environment has it; empty if the environment names no session.
