@@ -2,6 +2,7 @@
  *
  *   limits memory ROOT       limits the address space, from a little more than the process has to enough
  *   limits descriptors ROOT  leaves a few free numbers, for the first use of ROOT
+ *   limits stack ROOT        reads a file for the first time in a handler on a small stack
  *   limits environment ROOT  reads a file in a program that has a getenv of its own (if built with -DOWN_GETENV)
  *
  * `memory` prints only what must never happen. The other modes print the same for a plain directory as for the namespace. */
@@ -181,6 +182,23 @@ static void descriptors(int is_hard) {
     }
 }
 
+static void read_file(int signal) {
+    char bytes[10];
+    long len = read(open(file, O_RDONLY), bytes, sizeof bytes);
+    printf("%ld\n", len);
+}
+
+static void stack(void) {
+    enum { STACK_LEN = 64 << 10 };
+    char *pages = mmap(NULL, 2 * STACK_LEN, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    mprotect(pages, STACK_LEN, PROT_NONE);
+    stack_t stack = {.ss_sp = pages + STACK_LEN, .ss_size = STACK_LEN};
+    struct sigaction action = {.sa_handler = read_file, .sa_flags = SA_ONSTACK};
+    sigaltstack(&stack, NULL);
+    sigaction(SIGUSR1, &action, NULL);
+    raise(SIGUSR1);
+}
+
 int main(int argument_count, char **arguments) {
     if (argument_count < 3)
         return 2;
@@ -196,6 +214,8 @@ int main(int argument_count, char **arguments) {
         descriptors(0);
         descriptors(1);
     }
+    if (!strcmp(arguments[1], "stack"))
+        stack();
     if (!strcmp(arguments[1], "environment")) {
         unsigned char bytes[LEN];
         long len = read(open(file, O_RDONLY), bytes, LEN);

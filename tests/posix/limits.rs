@@ -37,6 +37,14 @@ fn the_first_use_needs_no_free_numbers_unless_the_hard_limit_is_reached() {
     assert_eq!(found, expected);
 }
 
+/// SEMANTICS: "A handler that is the first to use it needs a stack of 64 KiB."
+#[test]
+fn a_handler_on_a_stack_of_64_kib_can_be_the_first_to_use_the_namespace() {
+    let (expected, found) = run("stack", &[]);
+    assert_eq!(expected, "10\ndone\n");
+    assert_eq!(found, expected);
+}
+
 #[test]
 fn a_program_with_its_own_getenv_finds_the_session() {
     let (expected, found) = run("environment", &["-DOWN_GETENV"]);
