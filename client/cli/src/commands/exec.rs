@@ -72,8 +72,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let preload = preload::library()?;
-    // The variable is set only if needed, because CMD may start processes on other machines, which
-    // have other nodes.
+    // `DAYFLY_NODE` is set only if this machine has several nodes, because CMD may start processes
+    // on other machines, which have other nodes.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
@@ -87,7 +87,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
         variables.push((RUNTIME_DIR_VARIABLE, std::path::absolute(folder)?.into()));
     }
     let inside = |(name, value): &(&str, OsString)| {
-        // A container has only what is bound into it, and its shell may expand what the loader should.
+        // A container has only the files that are bound into it, so a path with `$PLATFORM` may not exist there. Also, the
+        // container's shell may expand the `$`, which is meant for the loader.
         let value = if *name == preload::VARIABLE { preload.plain_value() } else { value.clone() };
         CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()))
     };

@@ -153,7 +153,8 @@ pub(super) fn perform(
         (Some(_), _) => ALL_EXIT_TIMEOUT,
         // The answer came from the coordinator itself.
         (None, NodeId(0)) => Duration::ZERO,
-        // The coordinator on node 0 may have ended first.
+        // The failure may come from node 0, whose server, with the coordinator, may end before this
+        // node's server.
         (None, _) => FIRST_EXIT_TIMEOUT,
     };
     let failure = lost.or(failure);
@@ -172,8 +173,8 @@ pub(super) fn perform(
     }
 }
 
-/// Checks that the report can be written once the dataset is staged in. This process does not see the
-/// namespace, so it would write a report there into the directory that the namespace covers.
+/// Checks that the report can be written once the dataset is staged in. This process does not see the namespace: a report with a
+/// path in the namespace would go into the local directory that the namespace covers.
 fn check_report(report: &Path, session: &Session) -> Result<(), Failure> {
     if std::path::absolute(report)?.starts_with(OsStr::from_bytes(session.prefix())) {
         return Err(Failure::usage(format!(
