@@ -29,8 +29,8 @@ pub(crate) enum Cause {
     Busy,
 }
 
-/// In Dayfly's messages, this is the error of a drive. In those of `cat`, it is the error of any
-/// failed read.
+/// In Dayfly's messages, these words mean that a drive failed. In messages of `cat`, they stand for
+/// any failed read.
 const FAILED_IO: &str = "Input/output error";
 
 /// Maps words of a message to the cause that they name. The first matching row counts.

@@ -76,13 +76,12 @@ fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     found.into_values().collect()
 }
 
-/// Returns the number of bytes that the unnamed files of a process below a folder occupy.
+/// Returns the number of bytes that a process's unnamed files occupy below a folder.
 pub(crate) fn taken_by(pid: i32, folder: &Path) -> u64 {
     nameless_files(pid, folder).iter().map(|file| file.metadata().unwrap().blocks() * 512).sum()
 }
 
-/// Drops the pages of a process's unnamed files below a folder from the page cache, except for pages that have not been written
-/// back.
+/// Drops a process's unnamed files below a folder from the page cache, except for pages that have not been written back.
 pub(crate) fn evict(pid: i32, folder: &Path) {
     for file in nameless_files(pid, folder) {
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();

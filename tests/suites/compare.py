@@ -17,7 +17,7 @@ class Comparison:
         self.suite = suite
         self.expected = read_expected(expected)
         self.lock = threading.Lock()
-        # For each way: the number of cases, of those that pass without the library, and of those that pass with it.
+        # For each way: the number of cases, the number that pass without the library, and the number that pass with it.
         self.counts = {}
         # For each case that differs: the way, the case, and the reason why this is expected, or None.
         self.differences = []

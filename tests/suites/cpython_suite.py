@@ -1,4 +1,4 @@
-"""CPython's own tests of files, processes, signals, threads, sockets and asyncio, for the interpreter of Debian's package.
+"""Runs CPython's own tests of files, processes, signals, threads, sockets and asyncio, with the interpreter of Debian's package.
 
 With the way `inside`, the interpreter imports the standard library, extension modules included, from the namespace.
 """

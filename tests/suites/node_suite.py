@@ -1,4 +1,4 @@
-"""Node's own tests of files and child processes.
+"""Runs Node's own tests of files and child processes.
 
 With the way `inside`, Node loads the tests, their modules and their fixtures from the namespace. The tests write elsewhere.
 """

@@ -28,7 +28,7 @@ pub(crate) const FAILED: u8 = 1;
 pub(crate) const USAGE: u8 = 2;
 /// With `--keep-going`: the dataset is staged in, without the files that could not be read.
 pub(crate) const LEFT_OUT: u8 = 3;
-/// `exec` or `run` itself failed, before or after it ran CMD. `env` and `timeout` use the same
+/// `exec` or `run` itself failed, before or after it ran CMD. GNU `env` and `timeout` use the same
 /// status.
 pub(crate) const NOT_STARTED: u8 = 125;
 /// CMD was found but cannot be executed.
@@ -186,7 +186,7 @@ pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failu
     Ok(ExitCode::from(USAGE))
 }
 
-/// A writer to standard output. Its errors say that standard output is what failed.
+/// A writer to standard output, whose errors name standard output.
 pub(crate) struct Output(StdoutLock<'static>);
 
 pub(crate) fn output() -> Output {

@@ -63,8 +63,8 @@ pub(crate) fn library() -> Result<Preload, Failure> {
     Err(Failure::new(format!("cannot load '{path}', without which CMD would not see the namespace: {reason}")))
 }
 
-/// Runs `dayfly` with the given entry in `LD_PRELOAD`, to check that the loader loads the library. Returns the reason if it does
-/// not.
+/// Runs `dayfly` with the given entry in `LD_PRELOAD`, to check that the loader loads the library. Returns the reason if the
+/// library is not loaded.
 fn try_to_load(program: &Path, entry: &OsStr) -> Result<Option<String>, Failure> {
     let mut trial = Command::new(program);
     trial.arg(TRIAL).env(VARIABLE, entry).env_remove(SESSION_VARIABLE).env_remove(PREFIX_VARIABLE);

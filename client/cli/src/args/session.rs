@@ -291,8 +291,8 @@ pub(crate) struct EnvArguments {
 /// Check whether nodes, and the network between them, have what a session needs.
 ///
 /// Each finding is ok, slow or missing, and comes with advice. RDMA is tested with a real transfer.
-/// The exit status is 1 if something that every session needs is missing, or if the device named
-/// with --rdma-device is; otherwise it is 0.
+/// The exit status is 1 if something is missing that every session needs or that --rdma-device
+/// names; otherwise it is 0.
 ///
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]

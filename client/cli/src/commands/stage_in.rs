@@ -153,8 +153,8 @@ pub(super) fn perform(
         (Some(_), _) => ALL_EXIT_TIMEOUT,
         // The answer came from the coordinator itself.
         (None, NodeId(0)) => Duration::ZERO,
-        // The failure may come from node 0, whose server, with the coordinator, may end before this
-        // node's server.
+        // The reason may be that node 0's server has ended and that this node's server is about to
+        // end.
         (None, _) => FIRST_EXIT_TIMEOUT,
     };
     let failure = lost.or(failure);

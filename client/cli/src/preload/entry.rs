@@ -4,8 +4,9 @@
 //! Every dynamically linked program reads the variable, whatever its C library. musl's loader would try to load the library and
 //! fail, and the program would not start. The loader of 32-bit programs would print an error. So the path contains `$PLATFORM`:
 //!
-//! - glibc's loader replaces `$PLATFORM` by the name of the processor, and the folder of that name contains a link to the library;
-//! - the loader of 32-bit programs replaces `$PLATFORM` by another name, and the folder of that name contains an empty 32-bit
+//! - glibc's loader replaces `$PLATFORM` with the name of the processor, and the folder of that name contains a link to the
+//!   library;
+//! - the loader of 32-bit programs replaces `$PLATFORM` with another name, and the folder of that name contains an empty 32-bit
 //!   library;
 //! - musl's loader replaces nothing, finds no file, and reports no error.
 //!
