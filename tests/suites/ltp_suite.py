@@ -1,6 +1,7 @@
 """Runs system call tests of the Linux Test Project: those that read and write files or start programs.
 
-Tests that change the machine are left out. Each test runs in PID, mount, IPC and UTS namespaces of its own, so that it does not affect other tests or this machine.
+Tests that change the machine are left out. Each test runs in PID, mount, IPC and UTS namespaces of its own, so that it does not
+affect other tests or this machine.
 """
 
 import os

@@ -24,8 +24,8 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
-/// A session lives as long as its job. Its servers, one per node, hold a dataset unpacked on the
-/// nodes' local drives, and show it in one namespace. A whole job is one command:
+/// A session lives as long as its job. Its servers, one per node, store unpacked datasets on the
+/// nodes' local drives, and show them in one namespace. A single command runs a whole job:
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///

@@ -326,13 +326,13 @@ pub(crate) struct DoctorArguments {
 /// workload manager that 'dayfly up' does not know.
 ///
 /// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which
-/// you start with the same --key-file. They end with the session, or with the supervisor.
+/// you start with the same --key-file. The servers end when the session or the supervisor ends.
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// The file that 'dayfly up' wrote for its servers, or '-' for standard input.
     #[arg(long, value_name = "FILE", default_value = "-")]
     pub(crate) key_file: PathBuf,
-    /// Where 'dayfly up' listens, if servers cannot reach it at the addresses in its file.
+    /// Where 'dayfly up' listens, if servers cannot reach it at the addresses in the key file.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) rendezvous: Option<String>,
 }

@@ -57,8 +57,8 @@ pub(crate) struct StageInOptions {
     pub(crate) nested: bool,
     /// Give files that belong together one owner, and store them side by side.
     ///
-    /// With 'stem', files of one directory whose names differ only after their last dot (k.jpg,
-    /// k.json) form one sample.
+    /// With 'stem', files of one directory belong together if their names differ only after the
+    /// last dot (k.jpg, k.json).
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
     /// What to do if several sources of one glob or @LIST contain the same path with different

@@ -34,7 +34,7 @@ pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
 }
 
 /// Returns the program to start and its arguments. A program in the namespace is started through
-/// `env`, because this process does not see the namespace.
+/// the system's `env`, because this process does not see the namespace.
 pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
     let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
@@ -97,8 +97,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }
 
-/// Returns the PATH for finding CMD. It begins with this program's folder. If PATH is not set, it
-/// continues with the folders that the C library searches.
+/// Returns the PATH for finding CMD. It begins with this program's folder, and continues with the
+/// PATH of this process or, if PATH is not set, with the folders that the C library searches.
 pub(super) fn search_path() -> io::Result<OsString> {
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());

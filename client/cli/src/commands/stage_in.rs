@@ -42,7 +42,8 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
     let status = runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
         let progress = ProgressDisplay::default();
-        // Begun here, so that an interruption before the session answers is reported too.
+        // The display begins here, so that an interruption before the session answers is reported
+        // too.
         progress.begin(Reporter::new(arguments.json, &target.to_string_lossy(), &arguments.options));
         let shared = progress.clone();
         let staging = tokio::task::spawn_blocking(move || {

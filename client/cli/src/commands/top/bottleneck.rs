@@ -9,7 +9,7 @@ const WAITING_PERCENT: f64 = 20.0;
 /// An owner is hot if it sends more than this many times the mean of all owners.
 const HOT: f64 = 1.5;
 
-/// Names what slowed readers down between two samples of the status.
+/// Names what slowed readers down between two queries of the status.
 pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f64) -> String {
     let pairs: Vec<(&NodeStatus, &NodeStatus)> = before
         .nodes
