@@ -261,7 +261,7 @@ pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
 }
 
 /// Copies a program that a test runs afterward. `cp` does the work, so that no other thread's child inherits a descriptor through
-/// which the copy can still be written: the kernel would then refuse to run it.
+/// which the copy can still be written: the kernel would then refuse to run the copy.
 pub(crate) fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
     tool("cp", &[from.as_ref().as_os_str(), to.as_ref().as_os_str()]);
 }

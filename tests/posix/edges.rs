@@ -80,7 +80,7 @@ fn invalid_arguments_give_the_error_of_a_plain_directory() {
     prints_the_same("arguments");
 }
 
-/// SEMANTICS: "So do `/proc/self/cwd`, `/proc/PID/cwd` and the like for the process itself, to the working directory."
+/// SEMANTICS: "The process's own `/proc/self/cwd`, `/proc/PID/cwd` and the like lead to its working directory."
 #[test]
 fn the_link_to_the_working_directory_leads_into_the_namespace() {
     prints_the_same("directory_link");
