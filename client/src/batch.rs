@@ -1,7 +1,7 @@
 //! Reads many samples at once: `read_many` and `read_many_into`.
 //!
-//! A batch lends samples that are on this node without a copy, in mapped segments. It requests all other samples from the server
-//! with one message. As they arrive, it lends them in the arena, under a lease.
+//! If a sample is on this node, the batch lends it in place, as a part of a mapped segment. The batch requests all other samples
+//! from the server with one message. As they arrive, it lends them in the arena, under a lease.
 //!
 //! The server may revoke a lease when a batch makes no progress for a long time, because the batch's process reads nothing from
 //! the socket, or because other processes wait for room in the arena. The batch then reads a sample again if it was not delivered

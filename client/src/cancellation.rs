@@ -2,7 +2,7 @@
 //!
 //! The unwinding must not meet code of this crate that waits for the server: a connection with an answer in flight, a lock or a
 //! descriptor would stay behind, and Rust ends the process when such an unwinding reaches `catch_unwind`. So code that
-//! makes system calls that are cancellation points holds a [`Deferral`]. A request to cancel the thread that arrives meanwhile
+//! makes system calls that are cancellation points holds a [`Deferral`]. A cancellation request that arrives meanwhile
 //! stays pending, and takes effect at the thread's next cancellation point after the deferral has ended.
 //!
 //! Code that makes no system call holds no deferral, because a deferral costs about 10 ns.
@@ -31,7 +31,7 @@ unsafe extern "C" {
 pub struct Deferral {
     /// The cancellation state that the program had set before.
     before: c_int,
-    /// The thread's mask of signals before, if the deferral changed it.
+    /// The thread's previous mask of signals, if the deferral changed the mask.
     mask: Option<u64>,
 }
 

@@ -35,7 +35,7 @@ pub struct Current<T> {
 }
 
 /// How many times a thread that replaces the value checks whether readers are still making a reference. Making one takes a few
-/// instructions. If a reader never gets there, because a signal handler jumped out of it, the old value stays in memory.
+/// instructions. If a reader never finishes, because a signal handler jumped out of it, the old value stays in memory.
 const PATIENCE_TURNS: usize = 1000;
 
 /// A value that was current when it was read. The value stays alive as long as this `InUse` does.

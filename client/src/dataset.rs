@@ -143,7 +143,7 @@ impl Dataset {
     pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
             let _deferral = cancellation::uninterrupted();
-            // The kernel takes this as a hint only, so it is left out if the descriptor is missing.
+            // This is only a hint to the kernel, so nothing is lost if the descriptor is missing.
             if let Ok(segment) = segment.get() {
                 segment_map::read_ahead(&segment, position.offset, len);
             }

@@ -80,7 +80,7 @@ impl Disposition {
     }
 }
 
-/// Sets how the program wants SIGBUS handled from now on, for all faults that are not ours. Returns how it wanted it before.
+/// Replaces the program's disposition for SIGBUS, which applies to all faults that are not ours. Returns the previous one.
 ///
 /// # Errors
 ///
@@ -121,7 +121,7 @@ pub fn note_mask() {
 
 /// Returns whether this thread blocks SIGBUS, so that it must not touch mapped bytes. This is one load in a process in which no
 /// thread has ever blocked SIGBUS. This library does not see changes of the mask that `siglongjmp` or the mask of a handler makes.
-/// After such a change, the thread dies if the drive fails while it reads, as it would without this library.
+/// After such a change, a drive that fails while the thread reads ends the process, as it would without this library.
 #[inline]
 pub(crate) fn is_blocked_here() -> bool {
     MAY_BE_BLOCKED.load(Ordering::Relaxed) && !IS_UNBLOCKED.get() && ask_kernel()

@@ -1,6 +1,6 @@
 //! Computes orders in which to read samples. A global shuffle is a random order of the whole
 //! dataset for each epoch, the same on every node. A local shuffle follows the order in which
-//! samples lie on this node's drives, which is also random, because the stage-in shuffled them.
+//! samples lie on this node's drives. That order is also random, because the stage-in shuffled them.
 
 use std::collections::HashMap;
 
@@ -202,7 +202,7 @@ impl Permutation {
             }
             value = left << self.half_bits | right;
             // The network permutes all numbers of that many bits. Applied again and again, it leads
-            // back to `position` at the latest, which is in range.
+            // back to `position`, which is in range, so the loop ends.
             if value < self.count || self.count == 0 {
                 return value;
             }

@@ -1,5 +1,5 @@
-//! Reads blocks from this node's segments or from the arena, which takes no message, and otherwise with the server's help. One
-//! message requests many blocks.
+//! Reads blocks without a message if they are in this node's segments or in the arena, and otherwise with the server's help. One
+//! message can request many blocks.
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
@@ -96,7 +96,7 @@ impl Session {
     }
 
     /// Requests a range from the server and copies the start of the range, as far as it arrived without a gap. Returns the number
-    /// of bytes copied. 0 means that the range is now on this node's drives, or that a lease was revoked during the copy. With
+    /// of bytes copied. 0 means that the range is now on this node's drives, or that its start has to be requested again. With
     /// `recheck` the server first examines this node's copies of the range.
     pub(crate) fn read_remote(
         &self,

@@ -8,7 +8,7 @@
 //! which another file is open by now is neither used nor closed.
 //!
 //! To the program, these descriptors look closed: if a call names one, the preload library does not pass the call on
-//! ([`is_hidden`]). The exception is a thread that is using a reserved descriptor, because it is running this library's code.
+//! ([`is_hidden`]). The exception is a thread that is using a reserved descriptor: it runs this library's code.
 //!
 //! The records lie in static memory, never move, and are changed without a lock.
 
@@ -46,7 +46,7 @@ static WATCH: [AtomicU32; WATCHED] = [const { AtomicU32::new(0) }; WATCHED];
 static RECORDS: [Record; RECORDS_MAX] = [const { Record::new() }; RECORDS_MAX];
 /// One more than the highest index of a record that was ever taken.
 static RECORDS_USED: AtomicUsize = AtomicUsize::new(0);
-/// While the limit on descriptors is raised for a moment, the limit before; otherwise [`NOT_RAISED`].
+/// The limit on descriptors before it was raised for a moment; [`NOT_RAISED`] when it is not raised.
 static LIMIT_BEFORE: AtomicU64 = AtomicU64::new(NOT_RAISED);
 const NOT_RAISED: u64 = u64::MAX;
 
@@ -381,8 +381,8 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
     Ok(())
 }
 
-/// Lowers the limit on descriptors again if, at the fork, another thread of the parent had raised it for a moment. A forked child
-/// must call this.
+/// Restores the limit on descriptors if another thread of the parent had raised it for a moment when this child was forked. A forked
+/// child must call this.
 pub fn restore_limit_after_fork() {
     let before = LIMIT_BEFORE.swap(NOT_RAISED, Ordering::AcqRel);
     if before != NOT_RAISED

@@ -124,7 +124,7 @@ fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) ->
     ViewError::Outside(path)
 }
 
-/// Returns whether a path ends in a way that only a path of a directory may end.
+/// Returns whether a path ends with `/` or `/.`, so that it can only name a directory.
 fn must_be_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
