@@ -381,7 +381,7 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
     Ok(())
 }
 
-/// Restores the limit on descriptors if another thread of the parent had raised it for a moment when this child was forked. A forked
+/// Restores the limit on descriptors if another thread of the parent had raised it for a moment at the time of the fork. A forked
 /// child must call this.
 pub fn restore_limit_after_fork() {
     let before = LIMIT_BEFORE.swap(NOT_RAISED, Ordering::AcqRel);
