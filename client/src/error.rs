@@ -117,7 +117,7 @@ pub enum ClientError {
         /// The errno that a program sees.
         errno: i32,
     },
-    /// A block cannot be read from its node. The text names the node and what to do.
+    /// A block cannot be read from its node. The text names the node and says what to do.
     #[error("{0}")]
     Unreachable(String),
     /// This node's own segment cannot be read.
@@ -129,7 +129,7 @@ pub enum ClientError {
     /// The session has ended or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
-    /// A view's lease was revoked before its bytes were looked at.
+    /// The server revoked a view's lease before the program looked at the bytes.
     #[error("the server revoked the view's lease because other processes waited for its room; read the sample again")]
     Revoked,
     /// The bytes differ from those that were staged in, and no intact copy was found.
@@ -139,9 +139,9 @@ pub enum ClientError {
     Checksum {
         /// The block's number in the dataset.
         block: u32,
-        /// A path of the sample that contains it.
+        /// A path of the sample that contains the block.
         path: String,
-        /// The node on which it was read.
+        /// The node on which the block was read.
         node: u16,
         /// The checksum taken at stage-in.
         expected: u32,
@@ -151,7 +151,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Names the node whose server does not answer.
+    /// Turns [`Self::Server`] into [`Self::NodeServer`], which names the node whose server does not answer.
     pub fn of_node(self, node: NodeId) -> Self {
         match self {
             Self::Server(error) => Self::NodeServer { node, error },

@@ -1,7 +1,7 @@
-//! Sends and receives messages of the node's server, with their descriptors.
+//! Sends messages to the node's server, and receives its messages with the descriptors that they carry.
 //!
-//! Every wait is divided into polls. At each poll the client checks the server's heartbeat, and
-//! deadlines are counted in polls, so a process that was stopped does not find its deadlines
+//! Every wait is divided into polls. At each poll the client checks the server's heartbeat.
+//! Deadlines are counted in polls, so a process that was stopped does not find its deadlines
 //! expired when it continues.
 
 use std::fs::File;
@@ -26,7 +26,7 @@ use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// The maximum number of descriptors with one message: a catalog, locations, and one segment for
+/// The maximum number of descriptors that one message carries: a catalog, locations, and one segment for
 /// each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
 /// Length of the control data of a message with so many descriptors.
@@ -103,7 +103,7 @@ impl Socket {
         self.stream.is_intact()
     }
 
-    /// From now on, a wait ends early if the server's heartbeat stands still for its timeout.
+    /// Makes all later waits end early if the server's heartbeat stands still for the heartbeat timeout.
     pub(crate) fn watch(&mut self, heartbeat: Arc<Heartbeat>) {
         self.heartbeat = Some(heartbeat);
     }
@@ -212,7 +212,7 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // Even a program that signals interrupt all the time must count its polls.
+        // Polls must be counted even if signals interrupt the program all the time.
         if poll_began.elapsed() < timeouts.shortest_poll_interval() {
             continue;
         }

@@ -16,7 +16,7 @@ use crate::privacy::check_private;
 pub struct Environment {
     /// The session's id; empty if the variable is missing.
     session: OsString,
-    /// The node; `None` if the variable is missing or no number.
+    /// The node; `None` if the variable is missing or is not a number.
     node: Option<NodeId>,
     /// The folder that contains one folder for each user.
     base: PathBuf,
@@ -35,8 +35,8 @@ impl Environment {
         &self.session
     }
 
-    /// Returns the folder of the session, without checking that the session is alive. For processes that were started as part of
-    /// it.
+    /// Returns the folder of the session, without checking that the session is alive. Meant for processes that were started as
+    /// part of the session.
     ///
     /// # Errors
     ///
@@ -45,7 +45,8 @@ impl Environment {
         let name = self.session.to_str().unwrap_or_default();
         let unknown = || ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
         let session: SessionId = name.parse().map_err(|_| unknown())?;
-        // Only the session's own folder must be private. In a container, the folder above may have been created for the occasion.
+        // Only the session's own folder must be private. In a container, the folder above it may have been created as a mount
+        // point.
         let folder = runtime_dir_in(&self.base).join(name);
         if folder.is_dir() {
             check_private(&folder)?;
@@ -60,8 +61,8 @@ impl Environment {
         found.map(|folder| SessionFolder { session, folder }).ok_or_else(unknown)
     }
 
-    /// Returns the node that the environment names, without checking that it is alive; otherwise the lowest live node of the
-    /// session.
+    /// Returns the node that the environment names, without checking that it is alive. If the environment names none, returns the
+    /// session's lowest live node on this machine.
     ///
     /// # Errors
     ///
