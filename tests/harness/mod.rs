@@ -121,10 +121,19 @@ impl Ground {
 
     /// Asserts that no session has left a file or a folder.
     pub(crate) fn assert_clean(&self) {
-        for folder in [self.runtime.path(), self.data.path()] {
-            let left: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-            assert!(left.is_empty(), "left behind: {left:?}");
-        }
+        let left = self.left_behind();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+
+    /// Waits until no file or folder of a session is left. Processes that end without a command clean up by themselves.
+    pub(crate) fn wait_until_clean(&self, what: &str) {
+        wait_until(what, || self.left_behind().is_empty());
+    }
+
+    fn left_behind(&self) -> Vec<PathBuf> {
+        let entries =
+            |folder: &TempDir| fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+        [entries(&self.runtime), entries(&self.data)].concat()
     }
 }
 
