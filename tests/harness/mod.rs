@@ -126,6 +126,7 @@ impl Ground {
     }
 
     /// Waits until no file or folder of a session is left. Processes that end without a command clean up by themselves.
+    #[track_caller]
     pub(crate) fn wait_until_clean(&self, what: &str) {
         wait_until(what, || self.left_behind().is_empty());
     }
@@ -251,6 +252,7 @@ pub(crate) fn wait_for(child: &mut Child, limit: Duration) -> Option<std::proces
     None
 }
 
+#[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !condition() {
