@@ -13,8 +13,8 @@
 //! - `shares`: the part of all blocks that each member owns, for reports and tests.
 //!
 //! Invariants: the order of a block's candidates never depends on who is skipped, so skipping a
-//! member moves that member's blocks and no others. Only integers decide. Nothing is allocated
-//! after [`Placement::new`].
+//! member moves that member's blocks and no others. Only integers decide. Asking for owners
+//! and candidates allocates nothing.
 
 mod candidates;
 mod node_set;
