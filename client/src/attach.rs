@@ -20,6 +20,7 @@ use dayfly_meta::wire::VERSION;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
+use nix::libc;
 
 use crate::arena::Arena;
 use crate::current::{Current, InUse};
@@ -85,7 +86,10 @@ impl Session {
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _deferral = cancellation::uninterrupted();
-        let _room = reserved_fd::raise_limit();
+        with_numbers(|| Self::attach_once(location, node))
+    }
+
+    fn attach_once(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
@@ -170,7 +174,7 @@ impl Session {
     fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
         let _deferral = cancellation::uninterrupted();
         let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
-        let (generation, all) = self.list(&known)?;
+        let (generation, all) = with_numbers(|| self.list(&known))?;
         // If the session ended in the meantime, the server's list is empty even if the session had datasets.
         if self.is_gone() {
             return Err(ClientError::Gone);
@@ -194,7 +198,6 @@ impl Session {
     }
 
     fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
-        let _room = reserved_fd::raise_limit();
         self.with_connection(|socket| {
             socket.send(&FromClient::Datasets)?;
             let mut all = Vec::new();
@@ -225,19 +228,20 @@ impl Session {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
         let _deferral = cancellation::uninterrupted();
-        let _room = reserved_fd::raise_limit();
-        let is_restored = self.with_connection(|socket| {
-            socket.send(&FromClient::Datasets)?;
-            let mut is_restored = false;
-            loop {
-                match socket.receive()? {
-                    (FromServer::Dataset { id, .. }, files) => {
-                        is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+        let is_restored = with_numbers(|| {
+            self.with_connection(|socket| {
+                socket.send(&FromClient::Datasets)?;
+                let mut is_restored = false;
+                loop {
+                    match socket.receive()? {
+                        (FromServer::Dataset { id, .. }, files) => {
+                            is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+                        }
+                        (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
+                        (other, _) => return Err(unexpected(other)),
                     }
-                    (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
-                    (other, _) => return Err(unexpected(other)),
                 }
-            }
+            })
         })?;
         if is_restored { Ok(()) } else { Err(ClientError::Gone) }
     }
@@ -333,8 +337,7 @@ impl Session {
                 return Ok(socket);
             }
         }
-        let _room = reserved_fd::raise_limit();
-        let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
+        let (socket, _, _) = with_numbers(|| open(&self.path, Some(self.heartbeat.clone())))?;
         self.slot.store(socket.slot(), Ordering::Relaxed);
         Ok(Box::new(socket))
     }
@@ -392,6 +395,14 @@ pub struct Order<'a> {
     _session: &'a Session,
     /// The order ends when its connection is closed.
     _socket: Box<Socket>,
+}
+
+/// Runs `operation`, if need be with a higher limit on descriptors.
+fn with_numbers<T>(operation: impl Fn() -> Result<T, ClientError>) -> Result<T, ClientError> {
+    reserved_fd::with_numbers(operation, |error| match error {
+        ClientError::Limit(error) => error.raw_os_error() == Some(libc::EMFILE),
+        _ => false,
+    })
 }
 
 /// Opens a connection and exchanges versions.

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::PathBuf;
 
+use dayfly_meta::catalog::CatalogError;
 use dayfly_meta::id::NodeId;
 use nix::libc;
 
@@ -106,7 +107,7 @@ pub enum ClientError {
     Protocol(&'static str),
     /// The catalog cannot be used.
     #[error("{0}")]
-    Catalog(#[from] dayfly_meta::catalog::CatalogError),
+    Catalog(CatalogError),
     /// A file that was requested by its path cannot be opened.
     #[error("'{path}': {reason}")]
     Path {
@@ -162,11 +163,22 @@ impl ClientError {
 
 impl From<io::Error> for ClientError {
     fn from(error: io::Error) -> Self {
-        match error.raw_os_error() {
-            Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE) => Self::Limit(error),
-            _ => Self::Server(error),
+        if is_limit(&error) { Self::Limit(error) } else { Self::Server(error) }
+    }
+}
+
+impl From<CatalogError> for ClientError {
+    fn from(error: CatalogError) -> Self {
+        match error {
+            CatalogError::Map(error) if is_limit(&error) => Self::Limit(error),
+            error => Self::Catalog(error),
         }
     }
+}
+
+/// Returns whether a call failed because this process, and not the server, has reached a limit.
+fn is_limit(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
 }
 
 /// Advice for a folder of sessions that cannot be used.

@@ -49,8 +49,12 @@ static RECORDS_USED: AtomicUsize = AtomicUsize::new(0);
 /// The limit on descriptors before it was raised for a moment; [`NOT_RAISED`] when it is not raised.
 static LIMIT_BEFORE: AtomicU64 = AtomicU64::new(NOT_RAISED);
 const NOT_RAISED: u64 = u64::MAX;
+/// Whether a thread has raised the limit.
+static IS_RAISED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
+    /// Whether this thread has raised the limit.
+    static HAS_RAISED: Cell<bool> = const { Cell::new(false) };
     /// Number of reserved descriptors that this thread is using.
     static USES: Cell<u32> = const { Cell::new(0) };
 }
@@ -240,10 +244,8 @@ fn moved_up(file: File) -> File {
 /// take one of the few numbers that the program has.
 fn high_copy(number: RawFd) -> Option<RawFd> {
     for _ in 0..ATTEMPTS_MAX {
-        let (soft, hard) = descriptors_limit().unwrap_or((CEILING, CEILING));
-        let wanted = soft.max(hard.min(CEILING));
-        let raised = (soft < wanted).then(|| RaisedLimit::new(soft, wanted, hard)).flatten();
-        let limit = if raised.is_some() { wanted } else { soft }.min(CEILING);
+        let _raised = RaisedLimit::to(|soft, hard| soft.max(hard.min(CEILING)));
+        let limit = descriptors_limit().map_or(CEILING, |(soft, _)| soft.min(CEILING));
         match duplicate_above(number, limit.saturating_sub(ROOM).max(limit / 2) as RawFd) {
             Ok(copy) => return Some(copy),
             // The numbers are above the limit, because another thread has lowered the limit since it was read.
@@ -254,30 +256,54 @@ fn high_copy(number: RawFd) -> Option<RawFd> {
     None
 }
 
-/// Raises the limit on descriptors, if the process may, until the result is dropped. Files that arrive from the server first get the
-/// lowest free numbers, and the program may have used all of its own.
-pub(crate) fn raise_limit() -> Option<RaisedLimit> {
-    let (soft, hard) = descriptors_limit()?;
-    let wanted = (soft + ROOM).max(CEILING).min(hard);
-    (soft < wanted).then(|| RaisedLimit::new(soft, wanted, hard)).flatten()
+/// Runs `operation`. If it fails because the process has no numbers left for descriptors, as `is_scarce` says about the error, runs it
+/// again while the limit is higher, if the process may raise it. Files that arrive from the server first get the lowest free
+/// numbers, and the program may have used all of its own.
+///
+/// The limit is the whole process's, so other threads may notice.
+///
+/// # Errors
+///
+/// Those of `operation`.
+pub fn with_numbers<T, E>(operation: impl Fn() -> Result<T, E>, is_scarce: impl Fn(&E) -> bool) -> Result<T, E> {
+    match operation() {
+        Err(error) if is_scarce(&error) => {
+            let _raised = RaisedLimit::to(|soft, hard| (soft + ROOM).max(CEILING).min(hard));
+            operation()
+        }
+        result => result,
+    }
 }
 
-/// While this value lives, the process may have more descriptors.
-pub(crate) struct RaisedLimit {
+/// While this value lives, the process may have more descriptors. Only one thread at a time has such a value.
+struct RaisedLimit {
     before: u64,
     raised: u64,
     hard: u64,
+    stays_in_thread: PhantomData<*const ()>,
 }
 
 impl RaisedLimit {
-    /// Raises the limit from `before`, unless it is raised already or the kernel refuses.
-    fn new(before: u64, raised: u64, hard: u64) -> Option<Self> {
-        LIMIT_BEFORE.compare_exchange(NOT_RAISED, before, Ordering::AcqRel, Ordering::Relaxed).ok()?;
-        let is_raised = replace_descriptors_limit(raised, hard).is_some();
-        if !is_raised {
-            LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+    /// Raises the soft limit to what `wanted` says about the limits, soft and hard. `None` if that is no more than the soft limit,
+    /// if this thread has raised it already, or if the kernel refuses.
+    fn to(wanted: impl Fn(u64, u64) -> u64) -> Option<Self> {
+        let more = || descriptors_limit().filter(|&(soft, hard)| soft < wanted(soft, hard));
+        more()?;
+        if !take_turn() {
+            return None;
         }
-        is_raised.then_some(Self { before, raised, hard })
+        // Another thread may have changed the limit in the meantime.
+        let raise = |(before, hard): (u64, u64)| {
+            let raised = wanted(before, hard);
+            LIMIT_BEFORE.store(before, Ordering::Release);
+            replace_descriptors_limit(raised, hard)?;
+            Some(Self { before, raised, hard, stays_in_thread: PhantomData })
+        };
+        let raised = more().and_then(raise);
+        if raised.is_none() {
+            end_turn();
+        }
+        raised
     }
 }
 
@@ -286,11 +312,31 @@ impl Drop for RaisedLimit {
         let found = replace_descriptors_limit(self.before, self.hard);
         let is_expected = |&(soft, hard): &(u64, u64)| hard == self.hard && (soft == self.raised || soft == self.before);
         if let Some((soft, hard)) = found.filter(|found| !is_expected(found)) {
-            // The program has set another limit in the meantime. That limit must apply.
+            // The program has set another limit in the meantime, which applies.
             replace_descriptors_limit(soft, hard);
         }
-        LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+        end_turn();
     }
+}
+
+/// Waits until no other thread has raised the limit. Returns whether this thread may now: not if it has raised the limit itself, or
+/// if another thread does not end in time.
+fn take_turn() -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while IS_RAISED.swap(true, Ordering::AcqRel) {
+        if HAS_RAISED.get() || Instant::now() > deadline {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    HAS_RAISED.set(true);
+    true
+}
+
+fn end_turn() {
+    LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+    HAS_RAISED.set(false);
+    IS_RAISED.store(false, Ordering::Release);
 }
 
 fn entry(number: RawFd) -> Option<&'static AtomicU32> {
@@ -393,6 +439,7 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
 /// child must call this.
 pub fn restore_limit_after_fork() {
     let before = LIMIT_BEFORE.swap(NOT_RAISED, Ordering::AcqRel);
+    end_turn();
     if before != NOT_RAISED
         && let Some((_, hard)) = descriptors_limit()
     {

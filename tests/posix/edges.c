@@ -403,9 +403,10 @@ static void directory_link(void) {
 /* Links in /proc to descriptors of a symlink, a file and a directory, and questions about terminals. */
 static void links(void) {
     char path[64], name[100];
-    int numbers[] = {open(at("link"), O_PATH | O_NOFOLLOW), open(at("list"), O_RDONLY), open(at("sub"), O_RDONLY | O_DIRECTORY)};
+    int numbers[] = {open(at("link"), O_PATH | O_NOFOLLOW), open(at("folder"), O_PATH | O_NOFOLLOW),
+                     open(at("list"), O_RDONLY), open(at("sub"), O_RDONLY | O_DIRECTORY)};
     int flags[] = {O_RDONLY, O_PATH, O_RDONLY | O_NOFOLLOW, O_PATH | O_NOFOLLOW, O_RDONLY | O_DIRECTORY, O_PATH | O_DIRECTORY};
-    for (int each = 0; each < 3; each++) {
+    for (int each = 0; each < 4; each++) {
         printf("-- descriptor %d\n", each);
         snprintf(path, sizeof path, "/proc/self/fd/%d", numbers[each]);
         for (int flag = 0; flag < 6; flag++) {
@@ -418,6 +419,9 @@ static void links(void) {
                 close(number);
             }
         }
+        strcat(path, "/f1");
+        SHOW(open(path, O_RDONLY) >= 0 ? 0 : -1);
+        SHOW(access(path, R_OK));
         SHOW(isatty(numbers[each]));
         SHOW(ttyname(numbers[each]) != NULL);
         SHOW(ttyname_r(numbers[each], name, sizeof name));

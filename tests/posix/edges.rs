@@ -1,5 +1,6 @@
 //! Calls at the edges of what is allowed.
 
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -20,6 +21,7 @@ fn prints_the_same(mode: &str) {
     let tree = |root: &Path| {
         tree_for_calls(root);
         copy_program("/bin/true", root.join("program"));
+        symlink("sub", root.join("folder")).unwrap();
     };
     let (twin, expected) = twin(tree, run);
     assert!(expected.lines().count() > 20, "{expected}");

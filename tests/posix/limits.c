@@ -2,15 +2,17 @@
  *
  *   limits memory ROOT       limits the address space, from a little more than the process has to enough
  *   limits descriptors ROOT  leaves a few free numbers, for the first use of ROOT
+ *   limits threads ROOT      leaves no free numbers, for the first use of ROOT by many threads at once
  *   limits stack ROOT        reads a file for the first time in a handler on a small stack
  *   limits environment ROOT  reads a file in a program that has a getenv of its own (if built with -DOWN_GETENV)
  *
- * `memory` prints only what must never happen. The other modes print the same for a plain directory as for the namespace. */
+ * `memory` and `threads` print only what must never happen. The other modes print the same for a plain directory as for the namespace. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -182,6 +184,45 @@ static void descriptors(int is_hard) {
     }
 }
 
+static pthread_barrier_t start;
+
+static void *ask(void *unused) {
+    struct stat s;
+    pthread_barrier_wait(&start);
+    if (stat(file, &s))
+        printf("stat: %s\n", strerrorname_np(errno));
+    return NULL;
+}
+
+static void threads(void) {
+    enum { THREADS = 16, ROUNDS = 20, MOST = 64 };
+    for (int round = 0; round < ROUNDS; round++) {
+        fflush(stdout);
+        pid_t child = fork();
+        if (child == 0) {
+            struct rlimit limit = {MOST, before.rlim_max};
+            pthread_t all[THREADS];
+            setrlimit(RLIMIT_NOFILE, &limit);
+            while (dup(1) != -1)
+                ;
+            pthread_barrier_init(&start, NULL, THREADS);
+            for (int each = 0; each < THREADS; each++)
+                pthread_create(&all[each], NULL, ask, NULL);
+            for (int each = 0; each < THREADS; each++)
+                pthread_join(all[each], NULL);
+            getrlimit(RLIMIT_NOFILE, &limit);
+            if (limit.rlim_cur != MOST || count(0, MOST) != MOST)
+                printf("the limit is %ld, %d in use\n", (long)limit.rlim_cur, count(0, MOST));
+            fflush(stdout);
+            _exit(0);
+        }
+        int status;
+        waitpid(child, &status, 0);
+        if (status)
+            printf("status %x\n", status);
+    }
+}
+
 static void read_file(int signal) {
     char bytes[10];
     long len = read(open(file, O_RDONLY), bytes, sizeof bytes);
@@ -214,6 +255,8 @@ int main(int argument_count, char **arguments) {
         descriptors(0);
         descriptors(1);
     }
+    if (!strcmp(arguments[1], "threads"))
+        threads();
     if (!strcmp(arguments[1], "stack"))
         stack();
     if (!strcmp(arguments[1], "environment")) {

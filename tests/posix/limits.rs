@@ -28,12 +28,20 @@ fn too_little_memory_is_an_error_of_the_call() {
     assert_eq!(found, "done\n");
 }
 
-/// SEMANTICS: "The first use of the namespace needs free numbers for a moment. If the hard limit leaves none, the call fails with
-/// EMFILE, and a later one succeeds once there are some."
+/// SEMANTICS: "The first use of the namespace, and the first after a dataset came or went, need free numbers for a moment. If there
+/// are none, the library raises the soft limit meanwhile, which other threads can notice. If the hard limit leaves none either, the
+/// call fails with EMFILE, and a later call succeeds once there are some."
 #[test]
 fn the_first_use_needs_no_free_numbers_unless_the_hard_limit_is_reached() {
     let (expected, found) = run("descriptors", &[]);
     assert!(expected.ends_with("status 0\ndone\n"), "{expected}");
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn threads_that_use_the_namespace_first_need_no_free_numbers_and_leave_the_limit_as_it_was() {
+    let (expected, found) = run("threads", &[]);
+    assert_eq!(expected, "done\n");
     assert_eq!(found, expected);
 }
 
