@@ -34,7 +34,7 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 /// library does not reach static programs, programs for musl, set-user-ID programs or raw system
 /// calls.
 ///
-/// Write a path in the namespace as programs see it, including the prefix (/dayfly/train). Any
+/// Paths in the namespace are given as programs see them, including the prefix (/dayfly/train). Any
 /// other path names a local file. Commands use the session that DAYFLY_SESSION names, otherwise
 /// your job's session, otherwise the only session that you run on this machine.
 ///
@@ -146,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn invalid_numbers_invalid_stage_ins_and_options_without_effect_are_refused_with_a_reason() {
+    fn invalid_arguments_and_options_without_effect_are_refused_with_a_reason() {
         let check = |line: &str, expect: Option<&str>| {
             let words = ["dayfly"].into_iter().chain(line.split(' ')).map(Into::into);
             let parsed = Arguments::parse_line(words).map_err(|error| error.to_string());
