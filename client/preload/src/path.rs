@@ -157,7 +157,8 @@ pub(crate) fn linked_directory(path: FromC<*const c_char>) -> Option<Vec<u8>> {
 }
 
 fn by_descriptor<'a>(number: RawFd, rest: &[u8]) -> Side<'a> {
-    // Nothing is below a symlink that was not followed. The kernel finds out by itself, because it has a placeholder there.
+    // Nothing is below a symlink that was not followed. So the call goes to the kernel, which fails it, because the kernel has a
+    // placeholder at that number.
     let found = table::find(number).filter(|open| rest.is_empty() || !open.is_symlink());
     let path = found.and_then(|description| path_of(&description));
     path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned([&path, rest].concat())))
