@@ -11,7 +11,7 @@ if ! [ -f "$sets/large.tar" ]; then
     dayfly-bench make "$sets/large" --samples 20000 --mean-size 110000
     tar -C "$sets/large" -cf "$sets/large.tar" . && rm -rf "$sets/large"
 fi
-watch() { # FILE PACE OPTIONS OF namespaces.py
+watch() { # FILE PACE, then options of namespaces.py
     DAYFLY_SET=$sets/large.tar DAYFLY_OUT=$1 DAYFLY_PACE=$2 "$here/namespaces.py" "${@:3}" "$work/session" bash -euc '
         dayfly stage-in "$DAYFLY_SET" /dayfly/set > /dev/null 2>&1
         dayfly tune --cache off > /dev/null

@@ -30,7 +30,8 @@ fresh() {
 resident() { local sum=0 file; for file in "$@"; do sum=$((sum + $(fincore -nb -o RES "$file"))); done; echo $sum; }
 seconds() { local start end; start=$(date +%s%N); "$@" > "$work/log" 2>&1; end=$(date +%s%N); echo "$start $end" | awk '{ print ($2 - $1) / 1e9 }'; }
 median() { sort -n | awk '{ v[NR] = $1 } END { print v[int((NR + 1) / 2)] }'; }
-stage() { # TARGET SOURCES...: prints the seconds of a stage-in in a running session; its last line of JSON goes to $work/json
+stage() { # TARGET SOURCES...: starts a session, prints the seconds that a stage-in takes in it, and ends the session
+    # The stage-in's last line of JSON goes to $work/json.
     dayfly up --local "$nodes" --data-dir "$disk" > /dev/null
     seconds dayfly stage-in --json "${@:2}" "$1"
     tail -n 1 "$work/log" >> "$work/json"

@@ -12,7 +12,7 @@ use std::process::Command;
 use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
 
 #[test]
-fn cp_replaces_a_file_only_with_a_whole_copy_and_never_a_device_or_fifo() {
+fn cp_replaces_a_file_only_with_a_whole_copy_and_replaces_no_device_or_fifo() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("tree/sub")).unwrap();
     fs::write(ground.at("tree/empty"), "").unwrap();

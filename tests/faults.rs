@@ -164,7 +164,7 @@ fn a_stopped_server_is_declared_lost_within_the_deadline() {
 
 /// The error names the deadline that expired. This proves, without measuring time, that the session's own deadline was used.
 #[test]
-fn the_deadlines_of_a_session_are_settings_of_its_invitation() {
+fn a_session_uses_the_deadlines_that_its_invitation_sets() {
     let cluster = ground().up_with(2, &["--deadlines-divisor", "10"]);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
     let pid = cluster.pids()[&1];

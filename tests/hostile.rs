@@ -202,7 +202,7 @@ fn full_nodes_cause_an_error_that_names_the_remedy() {
         assert!(message.contains(words), "{words}: {message}");
     }
     assert_unharmed(&cluster, used);
-    // One full node is not an error: the next node on the ring takes its blocks.
+    // One full node is not an error: its blocks go to their next candidates.
     fs::create_dir(cluster.at("some")).unwrap();
     (0..20).for_each(|number| fs::write(cluster.at(format!("some/{number}")), vec![1; 1 << 19]).unwrap());
     cluster.stage(&[&cluster.at("some")], "/dayfly/some");

@@ -35,8 +35,7 @@ fn many_servers_are_started_along_a_tree_and_end_with_their_supervisor() {
     cluster.ok(&["verify", "--from-every-node"]);
     let supervisor = cluster.location().supervisor().unwrap();
     signal(supervisor, Signal::SIGKILL);
-    wait_until("all processes have ended and cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
-    cluster.ground.assert_clean();
+    cluster.wait_until_clean("all processes have ended and cleaned up");
 }
 
 /// SEMANTICS: "If not all nodes of a session arrive, the session does not start, and leaves nothing behind. With --min-nodes,
@@ -53,8 +52,7 @@ fn a_node_that_does_not_join_is_named_in_time() {
         assert!(!output.status.success() && text(&output.stderr).contains(word), "{}", text(&output.stderr));
         assert!(start.elapsed() < Duration::from_secs(9));
         // A launcher that hangs is killed after a while.
-        wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
-        hosts.0.assert_clean();
+        hosts.0.wait_until_clean("nothing is left");
     }
     let output = harness::output_of(&mut hosts.command(&[
         "up",
@@ -140,8 +138,7 @@ fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     wait_until("the servers have ended", || cluster.pids().is_empty());
     assert!(start.elapsed() < Deadlines::DEFAULT.lease + Duration::from_secs(3), "{:?}", start.elapsed());
     signal(supervisor, Signal::SIGCONT);
-    wait_until("the supervisor has cleaned up", || fs::read_dir(cluster.runtime.path()).unwrap().next().is_none());
-    cluster.ground.assert_clean();
+    cluster.wait_until_clean("the supervisor has cleaned up");
 }
 
 #[test]
@@ -175,8 +172,7 @@ fn an_interrupted_start_leaves_nothing() {
         let ended = wait_for(&mut child, Duration::from_secs(15)).expect("it ends");
         assert!(!ended.success());
         // The background process of `up` ends when its parent is gone.
-        wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
-        hosts.0.assert_clean();
+        hosts.0.wait_until_clean("nothing is left");
         fs::remove_file(hosts.0.at("notes")).unwrap();
     }
 }
@@ -239,7 +235,7 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
         signal(supervisor, Signal::SIGKILL);
         wait_until("the next job finds it", || in_job("8", &["status"]).status.success());
         if wait {
-            wait_until("the time of --keep is over", || fs::read_dir(ground.runtime.path()).unwrap().next().is_none());
+            ground.wait_until_clean("the time of --keep is over");
         } else {
             assert!(in_job("8", &["down"]).status.success());
         }
@@ -260,16 +256,14 @@ fn keep_does_not_apply_to_a_session_that_failed_to_start_or_was_ended() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--keep", "1h", "--hosts", "h1,broken"]));
     assert!(!output.status.success());
-    wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
-    hosts.0.assert_clean();
+    hosts.0.wait_until_clean("nothing is left");
     // Nor does `--keep` apply if the supervisor gets a signal.
     let up = hosts.0.ok(&["up", "--keep", "1h", "--local", "2"]);
     let user = fs::read_dir(hosts.0.runtime.path()).unwrap().next().unwrap().unwrap().path();
     let folder = user.join(up.trim());
     let supervisor = dayfly_client::locate::SessionFolder { session: up.trim().parse().unwrap(), folder }.supervisor().unwrap();
     signal(supervisor, Signal::SIGTERM);
-    wait_until("nothing is left", || fs::read_dir(hosts.0.runtime.path()).unwrap().next().is_none());
-    hosts.0.assert_clean();
+    hosts.0.wait_until_clean("nothing is left");
 }
 
 #[test]

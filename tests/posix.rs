@@ -16,6 +16,8 @@ mod handoffs;
 mod harness;
 #[path = "posix/jumps.rs"]
 mod jumps;
+#[path = "posix/limits.rs"]
+mod limits;
 #[path = "posix/loaders.rs"]
 mod loaders;
 #[path = "posix/programs.rs"]
@@ -219,7 +221,7 @@ fn every_call_returns_what_it_returns_on_a_plain_directory() {
 
 /// SEMANTICS: "The namespace is read-only; data enters it only through stage-in."
 /// SEMANTICS: "statfs reports a full, read-only file system of its own type"
-/// SEMANTICS: "openat2 fails with ENOSYS for a path in the namespace if resolve has any other flag than RESOLVE_NO_MAGICLINKS"
+/// SEMANTICS: "openat2 fails with ENOSYS for a path in the namespace if resolve has any flag other than RESOLVE_NO_MAGICLINKS"
 #[test]
 fn the_namespace_is_read_only() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
@@ -246,10 +248,10 @@ fn the_namespace_is_read_only() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Its errors are those of a read-only mount on Linux: a write is EROFS, creating a path that exists is EEXIST,
-/// renaming a path is EROFS even if the path does not exist, a rename or link from one file system to another is EXDEV, and the
-/// prefix itself is EBUSY like a mount point. One error differs: removing a path that does not exist is ENOENT, so that programs
-/// which remove leftovers work."
+/// SEMANTICS: "Calls that would change it fail as on a read-only mount of Linux. Writing fails with EROFS, and creating a path that
+/// exists fails with EEXIST. Renaming a path fails with EROFS, even if the path does not exist. Renaming or linking a path from one
+/// file system to another fails with EXDEV. Removing or renaming the prefix itself fails with EBUSY, as for a mount point. One
+/// error differs: removing a path that does not exist fails with ENOENT, so that programs that remove leftovers work."
 #[test]
 fn calls_that_change_files_fail_as_on_a_read_only_mount() {
     let mounted = ["unshare", "-m", "sh", "-ec", "mount --bind $1 $1; mount -o remount,bind,ro $1; shift; exec \"$@\"", "sh"];
@@ -309,7 +311,8 @@ fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "dayfly exec tries the library before it starts CMD: a library that is missing or cannot be loaded is an error."
+/// SEMANTICS: "dayfly exec tries to load the library before it starts CMD: a library that is missing or cannot be loaded is an
+/// error."
 #[test]
 fn dayfly_exec_fails_if_the_library_is_missing_or_cannot_be_loaded() {
     let ground = Ground::new();
@@ -396,7 +399,7 @@ fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_d
     assert!(child.wait().unwrap().success());
 }
 
-/// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place is SIGBUS, and copied data stays."
+/// SEMANTICS: "If the session ends, reads fail with EIO; access to data mapped in place raises SIGBUS, and copied data stays."
 /// SEMANTICS: "For every other fault, the program's own handling of SIGBUS applies"
 /// SEMANTICS: "down frees all blocks at once, even while processes still have files open: their reads fail with EIO."
 #[test]
@@ -468,8 +471,8 @@ fn library() -> PathBuf {
     Path::new(env!("CARGO_BIN_EXE_dayfly")).parent().unwrap().join("deps/libdayfly_preload.so")
 }
 
-/// SEMANTICS: "C programs may include client/preload/include/dayfly.h and link the library: attach, open, read, read many, views,
-/// orders, stat, list."
+/// SEMANTICS: "C programs may include client/preload/include/dayfly.h and link the library. The library has functions to attach, to
+/// open, read, stat and list, to read many files at once, and to use views and orders."
 #[test]
 fn the_c_interface_reads_a_staged_in_dataset() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());

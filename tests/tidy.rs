@@ -127,6 +127,7 @@ fn unsafe_code_is_where_the_design_says() {
         "client/preload/src/cwd.rs",
         "client/preload/src/exec_handoff.rs",
         "client/preload/src/exec_handoff/vfork_channel.rs",
+        "client/preload/src/environment.rs",
         "client/preload/src/heap.rs",
         "client/preload/src/heap/pages.rs",
         "client/preload/src/kernel_copy.rs",

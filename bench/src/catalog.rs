@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     Numbers(1).shuffle(&mut paths);
     println!("stat by path, in random order    {:.0} ns", per_stat(&paths));
     paths.truncate(10_000);
-    println!("stat by path, 10,000 of them     {:.0} ns", per_stat(&paths));
+    println!("stat by path, among 10,000 paths {:.0} ns", per_stat(&paths));
     Ok(())
 }
 

@@ -31,7 +31,7 @@ enum What {
     Make(make::Make),
     Posix(posix::Posix),
     PingPong(ping_pong::PingPong),
-    Placement(placement::Spread),
+    Placement(placement::Measure),
 }
 
 fn main() -> ExitCode {

@@ -1,74 +1,104 @@
-//! Plots how classes are spread over nodes, compared with chance alone. The plot is
-//! `docs/placement.svg`.
+//! Measures placement: the time and memory to build it, the time to ask it, and how evenly it
+//! spreads blocks.
 
-use std::fmt::Write;
+mod plot;
+mod spread;
+
+use std::fs;
+use std::hint::black_box;
 
 use clap::Args;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::placement::{Member, Placement};
+use dayfly_meta::placement::{Member, NodeSet, Placement};
 
-use crate::measure::Failure;
+use crate::measure::{Failure, median, time};
 
-const CLASSES: usize = 1000;
-const SAMPLES: usize = 100;
-const NODES: u16 = 8;
-const MOST: usize = 30;
+/// Paths that a timed round asks for.
+const PATHS: usize = 100_000;
+const ROUNDS: usize = 5;
 
-/// Print, as SVG, how many samples of a class lie on a node, for 1,000 classes of 100 samples on 8
-/// nodes
+/// Print the time and memory that a placement takes, and how evenly it spreads blocks
 #[derive(Args)]
-pub(crate) struct Spread {
+pub(crate) struct Measure {
     /// Seed of the placement
     #[arg(long, default_value_t = 0)]
     seed: u64,
+    /// Blocks to place where shares cannot be computed
+    #[arg(long, default_value_t = 8_000_000)]
+    blocks: u64,
+    /// Print, as SVG, how many samples of a class lie on a node, for 1,000 classes of 100 samples on
+    /// 8 nodes
+    #[arg(long)]
+    plot: bool,
 }
 
-pub(crate) fn run(arguments: &Spread) -> Result<(), Failure> {
-    let members: Vec<Member> = (0..NODES).map(|node| Member { node: NodeId(node), capacity: 1 << 40 }).collect();
-    let placement = Placement::new(arguments.seed, &members);
-    let mut cells = vec![[0_usize; NODES as usize]; CLASSES];
-    for (class, counts) in cells.iter_mut().enumerate() {
-        for sample in 0..SAMPLES {
-            let path = format!("n{class:08}/n{class:08}_{sample}.JPEG");
-            counts[placement.owner(path.as_bytes(), 0).ok_or("an empty ring")?.index()] += 1;
+pub(crate) fn run(arguments: &Measure) -> Result<(), Failure> {
+    if arguments.plot {
+        return plot::print(arguments.seed);
+    }
+    let before_kib = peak_resident_kib()?;
+    let largest = Placement::new(arguments.seed, &equal(4096));
+    let after_kib = peak_resident_kib()?;
+    println!("peak resident memory while 4096 nodes are placed: +{} KiB", after_kib - before_kib);
+    drop(largest);
+    print_builds(arguments.seed);
+    spread::print(arguments.seed, arguments.blocks)
+}
+
+fn equal(nodes: u16) -> Vec<Member> {
+    (0..nodes).map(|node| Member { node: NodeId(node), capacity: 1 << 40 }).collect()
+}
+
+/// Returns members of which every second one has `ratio` times as much room as the others.
+fn unequal(nodes: u16, ratio: u64) -> Vec<Member> {
+    let capacity = |node| if node % 2 == 0 { 1 << 40 } else { ratio << 40 };
+    (0..nodes).map(|node| Member { node: NodeId(node), capacity: capacity(node) }).collect()
+}
+
+/// Prints a row for each session: what its placement costs, and the exact shares of its nodes per
+/// unit of capacity.
+fn print_builds(seed: u64) {
+    println!();
+    println!("nodes capacities  build ms  memory KiB  owner ns  max/mean  min/mean   owner ns, skipped: half  all but 1   all");
+    for nodes in [4, 16, 256, 1024, 4096] {
+        for ratio in [1, 4, 100] {
+            let members = unequal(nodes, ratio);
+            let build_s = median((0..ROUNDS).map(|_| time(|| black_box(Placement::new(seed, &members))).0).collect());
+            let placement = Placement::new(seed, &members);
+            let shares = placement.shares();
+            let total: f64 = members.iter().map(|member| member.capacity as f64).sum();
+            let per_capacity = |member: &Member| shares.get(&member.node).unwrap_or(&0.0) * total / member.capacity as f64;
+            let (most, least) = extremes(members.iter().map(per_capacity));
+            let skip = |is_skipped: fn(u16) -> bool| (0..nodes).filter(|&node| is_skipped(node)).map(NodeId).collect::<NodeSet>();
+            // The halves hold as many small nodes as large ones.
+            let sets = [skip(|_| false), skip(|node| node % 4 < 2), skip(|node| node > 0), skip(|_| true)];
+            let [all, half, one, none] = sets.map(|skipped| owner_ns(&placement, &skipped));
+            println!(
+                "{nodes:5} {:>10} {:9.3} {:11} {all:9.0} {most:9.4} {least:9.4} {half:25.0} {one:10.0} {none:5.0}",
+                format!("1:{ratio}"),
+                build_s * 1e3,
+                placement.memory_len() >> 10,
+            );
         }
     }
-    let shares: Vec<f64> = (0..NODES as usize)
-        .map(|node| cells.iter().map(|counts| counts[node]).sum::<usize>() as f64 / (CLASSES * SAMPLES) as f64)
-        .collect();
-    let mut seen = [0.0; MOST];
-    cells.iter().flatten().for_each(|&count| seen[count.min(MOST - 1)] += 1.0);
-    let chance = |count: usize| CLASSES as f64 * shares.iter().map(|&share| binomial(SAMPLES, count, share)).sum::<f64>();
-    println!("{}", plot(&seen, &chance, &shares));
-    Ok(())
 }
 
-/// Returns the probability of `count` successes in `of` trials, each of which succeeds with `probability`.
-fn binomial(of: usize, count: usize, probability: f64) -> f64 {
-    let ways = (0..count).map(|at| ((of - at) as f64).ln() - ((at + 1) as f64).ln()).sum::<f64>();
-    (ways + count as f64 * probability.ln() + (of - count) as f64 * (1.0 - probability).ln()).exp()
+fn extremes(values: impl Iterator<Item = f64>) -> (f64, f64) {
+    values.fold((0.0, f64::INFINITY), |(most, least), value| (value.max(most), value.min(least)))
 }
 
-fn plot(seen: &[f64; MOST], chance: &dyn Fn(usize) -> f64, shares: &[f64]) -> String {
-    let highest = seen.iter().copied().fold(1.0, f64::max) * 1.1;
-    let (x, y) = (|count: usize| 40.0 + 24.0 * count as f64, |value: f64| 250.0 - 220.0 * value / highest);
-    let mut svg = String::from(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 780 310\" font-family=\"sans-serif\" font-size=\"11\">",
-    );
-    let mut points = String::new();
-    for (count, &value) in seen.iter().enumerate() {
-        let (left, top) = (x(count), y(value));
-        let _ = write!(svg, "<rect x=\"{left:.0}\" y=\"{top:.1}\" width=\"18\" height=\"{:.1}\" fill=\"#56b4e9\"/>", 250.0 - top);
-        let _ = write!(svg, "<text x=\"{:.0}\" y=\"264\" text-anchor=\"middle\">{count}</text>", left + 9.0);
-        let _ = write!(points, "{:.0},{:.1} ", left + 9.0, y(chance(count)));
-    }
-    let _ = write!(svg, "<polyline points=\"{points}\" fill=\"none\" stroke=\"#d55e00\" stroke-width=\"2\"/>");
-    let shares: Vec<String> = shares.iter().map(|share| format!("{:.1} %", share * 100.0)).collect();
-    let _ = write!(
-        svg,
-        "<text x=\"40\" y=\"284\">samples of a class on a node (bars: pairs of class and node; line: chance alone, given the shares of the nodes)</text>\
-         <text x=\"40\" y=\"302\">shares of the 8 nodes: {}</text></svg>",
-        shares.join(", ")
-    );
-    svg
+fn owner_ns(placement: &Placement, skipped: &NodeSet) -> f64 {
+    let paths: Vec<String> = (0..PATHS).map(|at| format!("n{:08}/n{:08}_{at}.JPEG", at % 1000, at % 1000)).collect();
+    let ask_all = || {
+        paths.iter().for_each(|path| {
+            black_box(placement.owner(path.as_bytes(), 0, skipped));
+        });
+    };
+    median((0..ROUNDS).map(|_| time(ask_all).0).collect()) * 1e9 / PATHS as f64
+}
+
+fn peak_resident_kib() -> Result<u64, Failure> {
+    let status = fs::read_to_string("/proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).ok_or("/proc/self/status has no VmHWM")?;
+    Ok(line.trim().trim_end_matches(" kB").parse()?)
 }

@@ -1,5 +1,5 @@
-//! Maps the server's arena read-only. Bytes are copied from it, or read in place while they are
-//! leased, and are marked as read.
+//! Maps the server's arena read-only. A client copies bytes from the arena or reads leased bytes in
+//! place, and marks the chunks that it read.
 
 use std::fs::File;
 use std::io;

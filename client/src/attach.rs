@@ -20,6 +20,7 @@ use dayfly_meta::wire::VERSION;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, Source};
+use nix::libc;
 
 use crate::arena::Arena;
 use crate::current::{Current, InUse};
@@ -85,6 +86,10 @@ impl Session {
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let _deferral = cancellation::uninterrupted();
+        with_numbers(|| Self::attach_once(location, node))
+    }
+
+    fn attach_once(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let path = location.socket(node);
         let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
@@ -169,19 +174,19 @@ impl Session {
     fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
         let _deferral = cancellation::uninterrupted();
         let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
-        let (generation, all) = self.list(&known)?;
-        // If the session ended in the meantime, the list is empty, which does not mean that there was no dataset.
+        let (generation, all) = with_numbers(|| self.list(&known))?;
+        // If the session ended in the meantime, the server's list is empty even if the session had datasets.
         if self.is_gone() {
             return Err(ClientError::Gone);
         }
         self.datasets.store(Some(Arc::new(DatasetList { generation, all })));
-        // Nothing ever removes the list.
+        // This finds a list: one was stored just now, and nothing ever removes it.
         self.datasets.load().map(Datasets).ok_or(ClientError::Gone)
     }
 
     /// Prepares the attachment for use in a forked child, which must call this. The child gets
-    /// connections of its own and closes its copies of the parent's, so that the server notices
-    /// when the parent exits.
+    /// connections of its own and closes its copies of the parent's connections, so that the server
+    /// notices when the parent exits.
     pub fn after_fork(&self) {
         let _deferral = cancellation::defer();
         reserved_fd::after_fork();
@@ -217,29 +222,32 @@ impl Session {
     ///
     /// If the server does not answer, or no longer has the dataset.
     pub fn restore(&self, dataset: &Dataset) -> Result<(), ClientError> {
-        // A `vfork` child has a descriptor table of its own, but works with its parent's records of what is open.
+        // A `vfork` child has a descriptor table of its own, but shares the memory in which its parent records reserved
+        // descriptors. So the child must not restore any.
         if !self.is_own_process() {
             return Err(ClientError::Segment(std::io::Error::other("the program closed its descriptor")));
         }
         let _deferral = cancellation::uninterrupted();
-        let is_restored = self.with_connection(|socket| {
-            socket.send(&FromClient::Datasets)?;
-            let mut is_restored = false;
-            loop {
-                match socket.receive()? {
-                    (FromServer::Dataset { id, .. }, files) => {
-                        is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+        let is_restored = with_numbers(|| {
+            self.with_connection(|socket| {
+                socket.send(&FromClient::Datasets)?;
+                let mut is_restored = false;
+                loop {
+                    match socket.receive()? {
+                        (FromServer::Dataset { id, .. }, files) => {
+                            is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+                        }
+                        (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
+                        (other, _) => return Err(unexpected(other)),
                     }
-                    (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
-                    (other, _) => return Err(unexpected(other)),
                 }
-            }
+            })
         })?;
         if is_restored { Ok(()) } else { Err(ClientError::Gone) }
     }
 
-    /// Returns an unnamed file on the node's data dir with room for `len` bytes, for a program that
-    /// needs a real file of the kernel.
+    /// Returns an unnamed file with room for `len` bytes in the node's data dir, for a program that
+    /// needs a kernel file.
     ///
     /// # Errors
     ///
@@ -278,8 +286,8 @@ impl Session {
         })
     }
 
-    /// Makes the server prefetch samples in the order in which they will be read, from now on until
-    /// the result is dropped.
+    /// Makes the server prefetch samples in `order`, which is the order in which they will be read.
+    /// The server stops when the result is dropped.
     ///
     /// A process may submit several orders. If it reads in a different order than it submitted, its
     /// reads are slower but correct.
@@ -329,20 +337,20 @@ impl Session {
                 return Ok(socket);
             }
         }
-        let (socket, _, _) = open(&self.path, Some(self.heartbeat.clone()))?;
+        let (socket, _, _) = with_numbers(|| open(&self.path, Some(self.heartbeat.clone())))?;
         self.slot.store(socket.slot(), Ordering::Relaxed);
         Ok(Box::new(socket))
     }
 
-    /// Returns a connection on which nothing is in flight, for the next request.
+    /// Puts a connection back, so that another request can use it. Nothing may be in flight on it.
     pub(crate) fn put_socket(&self, socket: Box<Socket>) {
         if self.is_own_process() {
             self.idle.put(socket);
         }
     }
 
-    /// Returns whether this process owns the idle connections. A `vfork` child, which shares its parent's memory, does not, and
-    /// neither does a child whose fork this library did not notice.
+    /// Returns whether this process owns the idle connections. A `vfork` child, which shares its parent's memory, does not own
+    /// them. Neither does a child whose fork this library did not notice.
     fn is_own_process(&self) -> bool {
         self.process.load(Ordering::Acquire) == std::process::id()
     }
@@ -352,8 +360,8 @@ impl Session {
         self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
-    /// Returns whether a batch is assumed to be cold, that is, not in memory. If `batches` is a number, so
-    /// many batches are assumed to be cold, beginning with this one.
+    /// Returns whether a batch is assumed to be cold, that is, not in memory. If `batches` is a number, that
+    /// many batches, beginning with this one, are assumed to be cold from now on.
     pub(crate) fn is_cold(&self, batches: Option<u32>) -> bool {
         // Threads may race here; an approximate count is enough.
         let left = batches.unwrap_or_else(|| self.cold_batches.load(Ordering::Relaxed));
@@ -387,6 +395,14 @@ pub struct Order<'a> {
     _session: &'a Session,
     /// The order ends when its connection is closed.
     _socket: Box<Socket>,
+}
+
+/// Runs `operation`, if need be with a higher limit on descriptors.
+fn with_numbers<T>(operation: impl Fn() -> Result<T, ClientError>) -> Result<T, ClientError> {
+    reserved_fd::with_numbers(operation, |error| match error {
+        ClientError::Limit(error) => error.raw_os_error() == Some(libc::EMFILE),
+        _ => false,
+    })
 }
 
 /// Opens a connection and exchanges versions.

@@ -1,7 +1,7 @@
 //! Reads many samples at once: `read_many` and `read_many_into`.
 //!
-//! A batch lends the samples that are on this node in place, in mapped segments. It requests all others from the server with one
-//! message, and lends them in the arena under a lease as they arrive.
+//! If a sample is on this node, the batch lends it in place, as a part of a mapped segment. The batch requests all other samples
+//! from the server with one message. As they arrive, it lends them in the arena, under a lease.
 //!
 //! The server may revoke a lease when a batch makes no progress for a long time, because the batch's process reads nothing from
 //! the socket, or because other processes wait for room in the arena. The batch then reads a sample again if it was not delivered
@@ -80,12 +80,12 @@ pub struct Batch<'a> {
     leases: Vec<u64>,
     /// Whether [`Self::next`] has returned the end or an error.
     is_over: bool,
-    /// Whether the connection failed. Its leases ended with it.
+    /// Whether the connection failed. The leases then ended with the connection.
     is_broken: bool,
-    /// [`fault::zeroed`] when the batch began.
+    /// The value of [`fault::zeroed`] when the batch began.
     zeroed: usize,
     /// Keeps cached blocks of this node in place while the batch lives. `None` if the server could not be reached; in that case
-    /// there is no server to drop a block either.
+    /// there is no server that could evict a block either.
     views: Option<Views<'a>>,
     /// The process that owns the connection and the views.
     process: u32,
@@ -93,7 +93,7 @@ pub struct Batch<'a> {
 
 /// The place of an item's bytes.
 enum ItemState {
-    /// The sample has no bytes, or none that are still wanted.
+    /// The sample has no bytes, or its bytes are no longer needed.
     Empty,
     /// In a mapped segment: position and length.
     InSegment(DrivePosition, u64),
@@ -101,7 +101,7 @@ enum ItemState {
     Leased(LeasedSample),
     /// In memory of this process.
     Copied(Vec<u8>),
-    /// On this node, but to be copied only when it is delivered: the sample has several chunks, or cannot be viewed in place.
+    /// To be copied when it is delivered, because the sample has several chunks or cannot be viewed in place.
     Deferred,
     /// Requested from the server, or about to be.
     Pending,
@@ -123,7 +123,7 @@ const PROBES: usize = 4;
 /// If a probe finds an item that is not in memory, this many batches, beginning with this one, read ahead without probing.
 const COLD_BATCHES: u32 = 16;
 
-/// A requested sample, or the error that already excludes it.
+/// A requested sample, or the reason why it cannot be read.
 pub(crate) type RequestedSample = Result<SampleRef, ClientError>;
 
 impl Session {
@@ -142,7 +142,7 @@ impl Session {
         self.begin_batch(requested(dataset, samples), delivery, on_missing)
     }
 
-    /// Reads whole samples into buffers, each up to the length of its buffer. Returns the samples' sizes, in the order of the
+    /// Reads samples into buffers, each sample up to the length of its buffer. Returns the samples' sizes, in the order of the
     /// request.
     ///
     /// # Errors
@@ -163,8 +163,8 @@ impl Session {
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Batch<'_>, ClientError> {
-        // The views must begin before any location is looked up. The batch keeps the connection until it ends, because the server
-        // identifies the owner of the views by it.
+        // The views must begin before any location is looked up. The batch keeps its connection until the batch ends, because the
+        // server identifies the owner of the views by the connection.
         let socket = self.take_socket().ok();
         let views = socket.as_ref().map(|socket| self.begin_views(socket.slot()));
         let mut batch = Batch {
@@ -196,7 +196,7 @@ impl Session {
         on_missing: OnMissing,
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
         let mut sizes = Vec::with_capacity(requested.len());
-        // Samples of several chunks, and those that their buffers cut short, are read straight into the buffers.
+        // Samples of several chunks, and samples that are longer than their buffers, are read straight into the buffers.
         let (mut whole, mut whole_at, mut others) = (Vec::new(), Vec::new(), Vec::new());
         for (at, item) in requested.into_iter().enumerate() {
             let size = item.as_ref().map_or(0, SampleRef::size);
@@ -410,7 +410,7 @@ impl<'a> Batch<'a> {
         ItemState::InSegment(position, size)
     }
 
-    /// Makes the drives begin to read the whole batch at once, if some of it is not in memory.
+    /// If some of the batch is not in memory, makes the drives begin to read all of it, without waiting.
     fn read_ahead(&self) {
         let in_segments = || {
             let items = self.items.iter().zip(&self.states);
@@ -429,7 +429,7 @@ impl<'a> Batch<'a> {
         positions.into_iter().for_each(|(dataset, position, len)| dataset.read_ahead(position, len));
     }
 
-    /// Waits for the next item to deliver; its bytes or its error are available then.
+    /// Waits until the next item can be delivered, and returns its index. The item's bytes or its error are then available.
     fn advance(&mut self) -> Result<Option<usize>, ClientError> {
         self.release_if_recalled()?;
         let index = match self.delivery {
@@ -467,7 +467,7 @@ impl<'a> Batch<'a> {
         if self.session.verifies_reads() {
             self.verify(index);
         }
-        // Checked after the bytes were verified: a checksum of revoked bytes means nothing.
+        // The lease is checked after the bytes were verified, because a checksum of revoked bytes means nothing.
         if matches!(self.states[index], ItemState::Deferred) || self.is_lost(index) {
             self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
         }
@@ -477,8 +477,8 @@ impl<'a> Batch<'a> {
         Ok(Some(index))
     }
 
-    /// Returns whether an item is no longer where it was found: its lease was revoked, or its window of the segment was poisoned
-    /// by a drive that failed.
+    /// Returns whether an item is no longer where it was found: its lease was revoked, or a drive failed and poisoned the window of
+    /// the segment in which the item lies.
     fn is_lost(&self, index: usize) -> bool {
         match &self.states[index] {
             ItemState::Leased(leased) => !self.holds(leased),
@@ -508,7 +508,7 @@ impl<'a> Batch<'a> {
         if let (Ok(bytes), false) = (self.bytes(index), blocks.is_empty())
             && self.session.verify(&item.dataset, chunk, bytes).is_err()
         {
-            // This copy is damaged. An ordinary read has the server replace it, if another copy exists.
+            // This copy is damaged. An ordinary read makes the server replace it, if another copy exists.
             self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
         }
     }
@@ -535,9 +535,9 @@ impl Drop for Batch<'_> {
             std::mem::forget(self.views.take());
             return;
         }
-        // The views end before another request can use the connection that they are accounted to.
+        // The views are counted in the connection's slot, so they must end before another request uses the connection.
         drop(self.views.take());
-        // If the connection fails, the server ends the leases with it.
+        // If the connection fails, the server ends the connection's leases.
         let is_released = self.release().is_ok();
         if let Some(socket) = self.remote.socket.take().filter(|_| is_released && !self.remote.is_in_flight) {
             self.session.put_socket(socket);

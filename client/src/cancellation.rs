@@ -1,16 +1,16 @@
-//! `pthread_cancel`, which ends a thread in the middle of a system call by unwinding its stack.
+//! Defers `pthread_cancel`, which ends a thread in the middle of a system call by unwinding its stack.
 //!
 //! The unwinding must not meet code of this crate that waits for the server: a connection with an answer in flight, a lock or a
-//! descriptor would stay behind, and Rust ends the process when such an unwinding reaches `catch_unwind`. So whatever makes
-//! system calls that are cancellation points holds a [`Deferral`]. A request that arrives in the meantime stays pending, and
-//! takes effect at the thread's next cancellation point after that.
+//! descriptor would stay behind, and Rust ends the process when such an unwinding reaches `catch_unwind`. So code that
+//! makes system calls that are cancellation points holds a [`Deferral`]. A cancellation request that arrives meanwhile
+//! stays pending, and takes effect at the thread's next cancellation point after the deferral has ended.
 //!
-//! Paths that make no system call hold none, because it costs about 10 ns.
+//! Code that makes no system call holds no deferral, because a deferral costs about 10 ns.
 //!
 //! # Handlers that jump
 //!
 //! A signal handler may leave by `siglongjmp`, and then the interrupted call never continues. A connection, a count of users or the
-//! deferral itself would stay as it was for good. So where such things are held, handlers wait too ([`uninterrupted`]): the signals
+//! deferral itself would stay as it was forever. So where such things are held, handlers wait too ([`uninterrupted`]): the signals
 //! for which the program has set handlers are blocked, and arrive right afterward. Programs without handlers pay one load for that.
 
 use std::ffi::c_int;
@@ -29,15 +29,16 @@ unsafe extern "C" {
 
 /// While this value lives, nobody can cancel the thread that created it. That thread must drop it.
 pub struct Deferral {
-    /// What the program had set before.
+    /// The cancellation state that the program had set before.
     before: c_int,
-    /// The thread's mask of signals, if it was changed.
+    /// The thread's previous mask of signals, if the deferral changed the mask.
     mask: Option<u64>,
 }
 
 /// The signals for which the program has set handlers, one bit each.
 static HANDLED: AtomicU64 = AtomicU64::new(0);
-/// Signals that are never blocked: those that an instruction raises, for which the kernel would end the process, and SIGABRT.
+/// Signals that are never blocked: SIGABRT, and those that an instruction raises. If the latter were blocked, the kernel would end
+/// the process.
 const NEVER_BLOCKED: u64 = bit(libc::SIGBUS)
     | bit(libc::SIGSEGV)
     | bit(libc::SIGILL)
@@ -66,12 +67,12 @@ pub fn defer() -> Deferral {
     Deferral { before, mask: None }
 }
 
-/// Defers cancellation of this thread, and the program's signal handlers on it, until the result is dropped. Do not wait for anything
-/// but the server meanwhile, and start no other program, which would inherit the mask.
+/// Defers cancellation of this thread, and the program's signal handlers on it, until the result is dropped. Until then, wait
+/// for nothing but the server, and start no other program, because it would inherit the mask.
 #[must_use]
 pub fn uninterrupted() -> Deferral {
     let handled = HANDLED.load(Ordering::Relaxed);
-    // First, so that no handler jumps while cancellation is off.
+    // Signals are blocked first, so that no handler jumps while cancellation is off.
     let mask = if handled == 0 { None } else { raw_call::change_mask(libc::SIG_BLOCK, handled) };
     let mut deferral = defer();
     deferral.mask = mask;
@@ -83,7 +84,7 @@ impl Drop for Deferral {
         let mut ours = 0;
         // SAFETY: a state that the same function returned, and a live integer.
         unsafe { pthread_setcancelstate(self.before, &raw mut ours) };
-        // Last: what has been waiting arrives here.
+        // The mask is restored last. The signals that have been waiting arrive here.
         if let Some(mask) = self.mask {
             raw_call::change_mask(libc::SIG_SETMASK, mask);
         }

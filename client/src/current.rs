@@ -1,10 +1,10 @@
-//! A value that threads replace while others read it, for readers that may be signal handlers: reading takes no lock and allocates
+//! A value that some threads read while others replace it. Readers may be signal handlers: reading takes no lock and allocates
 //! nothing, not even on a thread's first read.
 //!
 //! A reader announces in a *slot* which value it uses, and then checks that the value is still current. A thread that replaces the
-//! value looks for the old one in all slots: for each that it finds, it clears the slot and leaves the reader a counted reference
-//! in its place. A reader that finds its slot cleared drops that reference when it is done. So an old value goes away with its last
-//! reader, and a reader costs two atomic changes of a slot that other threads rarely use.
+//! value looks for the old value in all slots. Wherever it finds the old value, it clears the slot and gives the reader a counted
+//! reference instead. If a reader that is done finds its slot cleared, it drops that reference. So an old value is dropped with its
+//! last reader, and a read costs two atomic changes of a slot that other threads rarely use.
 
 use std::marker::PhantomData;
 use std::ops::Deref;
@@ -14,33 +14,34 @@ use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 use crate::thread_number;
 
-/// Slots are searched from the line of the thread's number on.
+/// Number of lines of slots. A thread begins at the line that its thread number selects, and searches from there for a free slot.
 const LINES: usize = 32;
 const SLOTS: usize = 8;
 
-/// Slots of one cache line.
+/// The slots that lie in one cache line.
 #[repr(align(64))]
 struct Line<T>([AtomicPtr<T>; SLOTS]);
 
 /// The current value, or none.
 pub struct Current<T> {
-    /// From `Arc::into_raw`, or null. This is one counted reference.
+    /// The current value, from `Arc::into_raw`, or null. This pointer is one counted reference.
     value: AtomicPtr<T>,
-    /// A value that a reader uses without a counted reference, or null.
+    /// Each slot holds a value that a reader uses without a counted reference, or null.
     slots: [Line<T>; LINES],
-    /// Readers that found no free slot and are about to make a counted reference. Nobody drops a value meanwhile.
+    /// Number of readers that found no free slot and are about to make a counted reference. While it is not 0, nobody drops a
+    /// replaced value.
     counting: AtomicUsize,
     owns: PhantomData<Arc<T>>,
 }
 
-/// How long a thread that replaces the value waits for readers that are making a reference, which takes them a few instructions. If
-/// one of them never continues, because a signal handler jumped out of it, the old value stays in memory.
+/// How many times a thread that replaces the value checks whether readers are still making a reference. Making one takes a few
+/// instructions. If a reader never finishes, because a signal handler jumped out of it, the old value stays in memory.
 const PATIENCE_TURNS: usize = 1000;
 
-/// A value that was current when it was read, and that stays alive as long as this does.
+/// A value that was current when it was read. The value stays alive as long as this `InUse` does.
 pub struct InUse<'a, T> {
     value: *mut T,
-    /// The slot that holds the value, unless it is cleared or missing: then this is a counted reference.
+    /// The slot that holds the value. If the slot was cleared, or there is none, `value` is a counted reference.
     slot: Option<&'a AtomicPtr<T>>,
 }
 
@@ -50,7 +51,7 @@ unsafe impl<T: Send + Sync> Send for InUse<'_, T> {}
 unsafe impl<T: Send + Sync> Sync for InUse<'_, T> {}
 
 impl<T> Current<T> {
-    /// Creates a place without a value.
+    /// Creates a `Current` without a value.
     pub const fn none() -> Self {
         let slots = [const { Line([const { AtomicPtr::new(null_mut()) }; SLOTS]) }; LINES];
         Self { value: AtomicPtr::new(null_mut()), slots, counting: AtomicUsize::new(0), owns: PhantomData }
@@ -95,14 +96,15 @@ impl<T> Current<T> {
         slots.find(|slot| slot.load(Ordering::Relaxed).is_null() && Self::take(slot, value))
     }
 
-    /// Returns the current value with a counted reference. Many threads use it now, or readers have left their slots taken, because
-    /// signal handlers jumped out of them. So this also gives each of them a reference in place of its slot, which is free again.
+    /// Returns the current value with a counted reference, for a reader that finds all slots taken. Either many threads use the
+    /// value now, or signal handlers have jumped out of readers and left their slots taken. So this also frees the slots that hold
+    /// the value, and gives each of their readers a counted reference instead.
     #[cold]
     fn count_reference(&self) -> Option<InUse<'_, T>> {
         self.counting.fetch_add(1, Ordering::SeqCst);
         let value = self.value.load(Ordering::SeqCst);
         if !value.is_null() {
-            // SAFETY: current, and `store` does not drop the value that it has replaced until the count is back.
+            // SAFETY: the value is current, and a `store` that replaces it does not drop it before `counting` is 0 again.
             unsafe { Arc::increment_strong_count(value) };
         }
         self.counting.fetch_sub(1, Ordering::SeqCst);
@@ -125,13 +127,13 @@ impl<T> Current<T> {
         if !old.is_null() {
             self.leave_references(old);
             if self.nobody_counts() {
-                // SAFETY: the reference that `value` was.
+                // SAFETY: the pointer that was in `self.value` is one counted reference, which is dropped here.
                 drop(unsafe { Arc::from_raw(old) });
             }
         }
     }
 
-    /// Waits until no reader that may have seen the old value is about to make a reference to it.
+    /// Waits until no reader is about to make a reference to the old value. Returns `false` if that takes too long.
     fn nobody_counts(&self) -> bool {
         (0..PATIENCE_TURNS).any(|turn| {
             if turn > 0 {
@@ -147,17 +149,17 @@ impl<T> Current<T> {
             if slot.load(Ordering::SeqCst) != value {
                 continue;
             }
-            // SAFETY: from `Arc::into_raw`, and alive by the caller's reference.
+            // SAFETY: from `Arc::into_raw`, and kept alive by the caller's reference.
             unsafe { Arc::increment_strong_count(value) };
             if slot.compare_exchange(value, null_mut(), Ordering::SeqCst, Ordering::Relaxed).is_err() {
-                // The reader was done first. SAFETY: the reference just made.
+                // The reader was done first. SAFETY: this drops the reference that was just made.
                 unsafe { Arc::decrement_strong_count(value) };
             }
         }
     }
 
-    /// Frees the slots that threads hold which a forked child does not have. Call it in the child. Such a thread's reference to the
-    /// value stays forever.
+    /// Frees the slots of threads that exist only in the parent. A forked child must call this. The references that those threads
+    /// get instead are never dropped.
     pub fn after_fork(&self) {
         let value = self.value.load(Ordering::SeqCst);
         if !value.is_null() {
@@ -176,7 +178,7 @@ impl<T> Deref for InUse<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
-        // SAFETY: alive, because the slot holds the value, or in its place a reference is ours.
+        // SAFETY: the value is alive, because the slot holds it or because we own a counted reference to it.
         unsafe { &*self.value }
     }
 }
@@ -187,8 +189,8 @@ impl<T> Drop for InUse<'_, T> {
         let is_mine =
             |slot: &AtomicPtr<T>| slot.compare_exchange(self.value, null_mut(), Ordering::SeqCst, Ordering::SeqCst).is_ok();
         if !self.slot.is_some_and(is_mine) {
-            // The slot was cleared. If another reader of the same value has taken it since, the exchange succeeds, and the other
-            // reader takes our reference for its own.
+            // The slot was cleared, so we own a counted reference. If another reader of the same value has taken the slot since,
+            // our exchange succeeds and clears the slot, and that reader later drops our reference as if it were its own.
             self.drop_reference();
         }
     }
@@ -258,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_of_readers_that_never_end_are_free_again() {
+    fn slots_of_readers_that_never_end_become_free_again() {
         let current = Current::none();
         let value = Arc::new(7);
         current.store(Some(value.clone()));
@@ -275,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn more_readers_than_slots_of_a_line_read_at_once() {
+    fn more_readers_than_one_line_has_slots_can_read_at_once() {
         let current = Current::none();
         current.store(Some(Arc::new(7)));
         let all: Vec<_> = (0..3 * SLOTS).map(|_| current.load().unwrap()).collect();

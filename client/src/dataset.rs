@@ -1,5 +1,5 @@
-//! A dataset in a client: the mapped catalog, this node's mapped locations, and the descriptors of
-//! its segments.
+//! A dataset as a client sees it: its mapped catalog, its mapped locations on this node, and the
+//! descriptors of its segments.
 
 use std::fs::File;
 use std::io;
@@ -27,7 +27,8 @@ pub struct Dataset {
     catalog: Catalog,
     locations: Locations,
     segments: Vec<(ReservedFd, SegmentMap)>,
-    /// Holds cancellation off while the fields above are dropped, which closes descriptors. Must be the last field.
+    /// Defers cancellation while the fields above are dropped, because dropping them closes descriptors. Must be the last field,
+    /// so that it is dropped last.
     while_dropped: Option<Deferral>,
 }
 
@@ -59,7 +60,7 @@ impl Dataset {
         self.id
     }
 
-    /// Returns the path of its root, below the prefix.
+    /// Returns the path of the dataset's root, relative to the prefix.
     pub fn target(&self) -> &[u8] {
         &self.target
     }
@@ -69,7 +70,7 @@ impl Dataset {
         &self.catalog
     }
 
-    /// Returns whether this node has the block on its drives, as its owner or as a cached block.
+    /// Returns whether the block is on this node's drives, either because the node owns the block or because it cached the block.
     pub fn is_here(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
     }
@@ -94,7 +95,7 @@ impl Dataset {
     }
 
     /// Restores the descriptors of segments that the program has closed, from the files that the server sent: catalog,
-    /// locations, then segments by drive. Returns whether all are there now.
+    /// locations, then segments by drive. Returns whether the descriptors of all segments are there now.
     pub(crate) fn restore(&self, files: Vec<File>) -> bool {
         let mut files = files.into_iter().skip(2);
         self.segments.iter().all(|(segment, _)| files.next().is_some_and(|file| segment.restore(file)))
@@ -120,7 +121,7 @@ impl Dataset {
         self.locations.prefetch(block);
     }
 
-    /// Makes the processor fetch the start of a sample that will be read soon, if it is mapped.
+    /// Makes the processor fetch the start of a sample that will be read soon, if that part of the segment is mapped.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };
         let position = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::position) } else { None };
@@ -142,7 +143,7 @@ impl Dataset {
     pub(crate) fn read_ahead(&self, position: DrivePosition, len: u64) {
         if let Some((segment, _)) = self.segments.get(usize::from(position.drive)) {
             let _deferral = cancellation::uninterrupted();
-            // A hint. Without the descriptor there is nothing to give a hint about.
+            // This is only a hint to the kernel, so nothing is lost if the descriptor is missing.
             if let Ok(segment) = segment.get() {
                 segment_map::read_ahead(&segment, position.offset, len);
             }

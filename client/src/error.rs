@@ -3,7 +3,9 @@
 use std::io;
 use std::path::PathBuf;
 
+use dayfly_meta::catalog::CatalogError;
 use dayfly_meta::id::NodeId;
+use nix::libc;
 
 use crate::privacy::NotPrivate;
 
@@ -78,7 +80,10 @@ pub enum ClientError {
     },
     /// The server cannot be reached or does not answer in time.
     #[error("the server of this node does not answer: {0}")]
-    Server(#[from] io::Error),
+    Server(io::Error),
+    /// This process has too little memory or too few descriptors left.
+    #[error("this process cannot use the session, because it has reached a limit of its own (see 'ulimit -a'): {0}")]
+    Limit(io::Error),
     /// The server of a named node cannot be reached or does not answer in time.
     #[error("the server of node {node} does not answer: {error}")]
     NodeServer {
@@ -102,7 +107,7 @@ pub enum ClientError {
     Protocol(&'static str),
     /// The catalog cannot be used.
     #[error("{0}")]
-    Catalog(#[from] dayfly_meta::catalog::CatalogError),
+    Catalog(CatalogError),
     /// A file that was requested by its path cannot be opened.
     #[error("'{path}': {reason}")]
     Path {
@@ -113,7 +118,7 @@ pub enum ClientError {
         /// The errno that a program sees.
         errno: i32,
     },
-    /// A block cannot be read from its node. The text names the node and what to do.
+    /// A block cannot be read from its node. The text names the node and says what to do.
     #[error("{0}")]
     Unreachable(String),
     /// This node's own segment cannot be read.
@@ -125,7 +130,7 @@ pub enum ClientError {
     /// The session has ended or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
-    /// A view's lease was revoked before its bytes were looked at.
+    /// The server revoked a view's lease before the program looked at the bytes.
     #[error("the server revoked the view's lease because other processes waited for its room; read the sample again")]
     Revoked,
     /// The bytes differ from those that were staged in, and no intact copy was found.
@@ -135,9 +140,9 @@ pub enum ClientError {
     Checksum {
         /// The block's number in the dataset.
         block: u32,
-        /// A path of the sample that contains it.
+        /// A path of the sample that contains the block.
         path: String,
-        /// The node on which it was read.
+        /// The node on which the block was read.
         node: u16,
         /// The checksum taken at stage-in.
         expected: u32,
@@ -147,13 +152,33 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Names the node whose server does not answer.
+    /// Turns [`Self::Server`] into [`Self::NodeServer`], which names the node whose server does not answer.
     pub fn of_node(self, node: NodeId) -> Self {
         match self {
             Self::Server(error) => Self::NodeServer { node, error },
             error => error,
         }
     }
+}
+
+impl From<io::Error> for ClientError {
+    fn from(error: io::Error) -> Self {
+        if is_limit(&error) { Self::Limit(error) } else { Self::Server(error) }
+    }
+}
+
+impl From<CatalogError> for ClientError {
+    fn from(error: CatalogError) -> Self {
+        match error {
+            CatalogError::Map(error) if is_limit(&error) => Self::Limit(error),
+            error => Self::Catalog(error),
+        }
+    }
+}
+
+/// Returns whether a call failed because this process, and not the server, has reached a limit.
+fn is_limit(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
 }
 
 /// Advice for a folder of sessions that cannot be used.

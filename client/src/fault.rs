@@ -1,15 +1,16 @@
 //! Reads mapped files whose bytes may be missing, because the drive fails or the server discarded the file. The processor then
-//! faults and the kernel sends SIGBUS. This module's handler makes the copy return early instead of letting the process die.
+//! faults and the kernel sends SIGBUS. If this module was copying the bytes, its handler makes the copy return early, so that the
+//! process does not die.
 //!
 //! If the program itself looks at missing bytes in place, the handler maps a page of zeros over them. That page stays for as long
-//! as the mapping does, so the whole mapping is poisoned first: it lends no further views, no copy from it is trusted, and a
-//! batch notices by the count of zeroed pages that the program may have seen zeros.
+//! as the mapping does, so the whole mapping is poisoned first: it lends no further views, and no copy from it is trusted. The
+//! handler also counts the pages that it replaces. From the count, a batch learns that the program may have seen zeros.
 //!
 //! Nothing is mapped before the process has called [`install`]. A SIGBUS with any other cause goes
 //! to the handler that the program or the system had set, with the mask and the flags that the program chose.
 //!
-//! The kernel ends a process that raises a blocked SIGBUS. A thread that blocks it therefore reads with `pread`, and gets no
-//! views: see `is_blocked_here`.
+//! The kernel ends a process that raises a blocked SIGBUS. A thread that blocks SIGBUS therefore reads with `pread`, and gets
+//! no views: see `is_blocked_here`.
 
 use std::cell::Cell;
 use std::io;
@@ -31,7 +32,7 @@ static HANDLER: AtomicUsize = AtomicUsize::new(SIG_DFL);
 static FLAGS: AtomicUsize = AtomicUsize::new(0);
 static MASK: AtomicU64 = AtomicU64::new(0);
 
-/// The system's `sigaction`. A library that interposes this function passes the next one.
+/// The system's `sigaction`. A library that replaces `sigaction` passes the original function.
 pub type SetAction = unsafe extern "C" fn(c_int, *const sigaction, *mut sigaction) -> c_int;
 
 /// How the program wants SIGBUS handled: a handler (or `SIG_DFL`, `SIG_IGN`), and the flags and the
@@ -50,10 +51,10 @@ pub struct Disposition {
 const NEVER_BLOCKED: u64 = 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1);
 
 impl Disposition {
-    /// Returns what an action asks for.
+    /// Returns the disposition that an action asks for.
     #[must_use]
     pub fn of(action: &sigaction) -> Self {
-        // SAFETY: the kernel's set of signals is the first word of C's.
+        // SAFETY: the first word of the C library's set of signals is the kernel's set.
         let mask = unsafe { (&raw const action.sa_mask).cast::<u64>().read() };
         Self { handler: action.sa_sigaction, flags: action.sa_flags, mask: mask & !NEVER_BLOCKED }
     }
@@ -65,7 +66,7 @@ impl Disposition {
         unsafe { (&raw mut action.sa_mask).cast::<u64>().write(self.mask) };
     }
 
-    /// Returns the action that the kernel must take: our handler first, under the conditions that the program wants for its own.
+    /// Returns the action to give to the kernel: our handler, with the flags and the mask that the program wants for its own.
     fn kernel_action(&self) -> sigaction {
         let asked = match self.handler {
             SIG_DFL | SIG_IGN => Self { handler: 0, flags: SA_ONSTACK | SA_NODEFER | SA_RESTART, mask: 0 },
@@ -79,7 +80,7 @@ impl Disposition {
     }
 }
 
-/// Makes SIGBUS do what the program wants from now on, for all faults that are not ours. Returns what it wanted before.
+/// Replaces the program's disposition for SIGBUS, which applies to all faults that are not ours. Returns the previous one.
 ///
 /// # Errors
 ///
@@ -108,7 +109,7 @@ pub fn disposition() -> Disposition {
 static MAY_BE_BLOCKED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Whether this thread is known not to block SIGBUS. A new thread inherits its mask, and asks the kernel once.
+    /// Whether this thread is known not to block SIGBUS. A new thread inherits a mask, so it asks the kernel once.
     static IS_UNBLOCKED: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -118,9 +119,9 @@ pub fn note_mask() {
     IS_UNBLOCKED.set(false);
 }
 
-/// Returns whether this thread blocks SIGBUS, so that it must not touch mapped bytes. Costs one load in a process in which no
-/// thread ever did. A change of the mask that this library does not see (`siglongjmp`, the mask of a handler) goes unnoticed: such a
-/// thread dies if the drive fails under it, as the program would without this library.
+/// Returns whether this thread blocks SIGBUS, so that it must not touch mapped bytes. This is one load in a process in which no
+/// thread has ever blocked SIGBUS. This library does not see changes of the mask that `siglongjmp` or the mask of a handler makes.
+/// After such a change, a drive that fails while the thread reads ends the process, as it would without this library.
 #[inline]
 pub(crate) fn is_blocked_here() -> bool {
     MAY_BE_BLOCKED.load(Ordering::Relaxed) && !IS_UNBLOCKED.get() && ask_kernel()
@@ -129,7 +130,7 @@ pub(crate) fn is_blocked_here() -> bool {
 #[cold]
 fn ask_kernel() -> bool {
     let mut mask = 0_u64;
-    // SAFETY: without a new mask the call only stores the current one, in a live object of the size that it is told.
+    // SAFETY: without a new mask the call only stores the current one, in a live object whose size it is told.
     let asked = unsafe { libc::syscall(libc::SYS_rt_sigprocmask, libc::SIG_BLOCK, null::<u64>(), &raw mut mask, 8) };
     let is_blocked = asked != 0 || mask >> (SIGBUS - 1) & 1 == 1;
     IS_UNBLOCKED.set(!is_blocked);
@@ -141,8 +142,8 @@ pub fn is_available() -> bool {
     INSTALLED.load(Ordering::Acquire)
 }
 
-/// Installs the handler for SIGBUS. `set` is the system's `sigaction`; a library that interposes
-/// this function passes the next one.
+/// Installs the handler for SIGBUS. `set` is the system's `sigaction`. A library that replaces
+/// `sigaction` passes the original function.
 ///
 /// # Errors
 ///
@@ -155,9 +156,9 @@ pub fn install(set: SetAction) -> io::Result<()> {
     // SAFETY: asks for the current action, and stores it in a live object.
     let mut result = unsafe { set(SIGBUS, null(), before.as_mut_ptr()) };
     if result == 0 {
-        // SAFETY: `sigaction` succeeded and has filled it in.
+        // SAFETY: `sigaction` succeeded and has filled `before` in.
         let before = Disposition::of(unsafe { before.assume_init_ref() });
-        // Recorded first: from the moment that the handler is installed, it asks for the disposition.
+        // Recorded first, because the handler may need the disposition from the moment that it is installed.
         record(before);
         // SAFETY: as in `replace_disposition`.
         result = unsafe { set(SIGBUS, &before.kernel_action(), null_mut()) };
@@ -166,7 +167,7 @@ pub fn install(set: SetAction) -> io::Result<()> {
         INSTALLED.store(false, Ordering::Release);
         return Err(io::Error::last_os_error());
     }
-    // A program may begin with SIGBUS blocked, by whoever started it.
+    // A program inherits its mask from the process that started it, so SIGBUS may be blocked already.
     if ask_kernel() {
         note_mask();
     }
@@ -178,11 +179,12 @@ pub fn install(set: SetAction) -> io::Result<()> {
 pub(crate) enum Fault {
     /// The mapping that is copied from.
     Source,
-    /// The buffer that is copied to: itself part of a file that was cut short.
+    /// The buffer that is copied to, which may be mapped from a file that was cut short.
     Target,
 }
 
-/// Set in the number of bytes left if the copy stopped at its target. No copy is that long.
+/// A bit that is set in the number of bytes left if the copy stopped at its target. No copy is so long that its length needs this
+/// bit.
 const AT_TARGET: usize = 1 << 63;
 
 /// Copies from mapped bytes.
@@ -210,7 +212,8 @@ pub(crate) fn prefetch(start: *const u8, len: u64) {
     }
 }
 
-/// Copies, and returns how many bytes were left when it stopped, with [`AT_TARGET`] if that was at the target.
+/// Copies bytes, and returns how many were left when the copy stopped. If bytes of the target were missing, the result also
+/// contains [`AT_TARGET`].
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn copy_until_fault(to: *mut u8, from: *const u8, len: usize) -> usize {
@@ -271,8 +274,8 @@ impl Mapped {
         Some(Self { viewed })
     }
 
-    /// Returns whether some of its bytes are zeros in place of missing ones. Call it after a copy: the handler poisons the range
-    /// before it makes any zeros visible.
+    /// Returns whether some bytes of the range are zeros in place of missing bytes. Must be called after a copy, not before it: the
+    /// handler poisons the range before it makes any zeros visible.
     pub(crate) fn is_poisoned(&self) -> bool {
         fence(Ordering::Acquire);
         self.viewed.is_poisoned.load(Ordering::Acquire)
@@ -300,7 +303,7 @@ fn put_zeros(address: usize) -> bool {
     };
     let Some(viewed) = VIEWED.iter().find(is_within) else { return false };
     // Both changes come in this order, before any zero is visible. A batch that begins after the
-    // count sees the poison, and a batch that began earlier sees the count.
+    // count has changed sees the poison, and a batch that began earlier sees the changed count.
     viewed.is_poisoned.store(true, Ordering::SeqCst);
     ZEROED.fetch_add(1, Ordering::SeqCst);
     let page = address / PAGE_SIZE as usize * PAGE_SIZE as usize;
@@ -311,7 +314,8 @@ fn put_zeros(address: usize) -> bool {
     mapped as usize == page
 }
 
-/// Makes an interrupted copy return early, and passes every other signal on.
+/// Handles SIGBUS: makes a copy that faulted return early, puts zeros in place of a missing page of a registered range, and passes
+/// every other signal on to the program.
 unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: *mut c_void) {
     #[cfg(target_arch = "x86_64")]
     {
@@ -342,17 +346,17 @@ unsafe extern "C" fn on_bus_error(number: c_int, info: *mut siginfo_t, context: 
         if flags & SA_RESETHAND != 0 {
             HANDLER.store(SIG_DFL, Ordering::Release);
         }
-        // While the program's handler runs, the signals that it asked for are blocked, perhaps SIGBUS among them.
+        // While the program's handler runs, the signals in its mask are blocked, perhaps SIGBUS among them.
         note_mask();
     }
     match handler {
         // Restores the default action and returns: the instruction faults again and ends the
-        // process as it would have.
+        // process, as it would without this library.
         // SAFETY: both are plain system calls.
         SIG_DFL | SIG_IGN => unsafe {
             let default: sigaction = MaybeUninit::zeroed().assume_init();
             libc::syscall(libc::SYS_rt_sigaction, number, &raw const default, null::<sigaction>(), 8);
-            // A signal that was sent, rather than raised by an instruction, would not come again.
+            // A signal that a process sent, and that no instruction raised, would not come again by itself.
             if (*info).si_code <= 0 && handler == SIG_DFL {
                 libc::raise(number);
             }

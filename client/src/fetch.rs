@@ -1,9 +1,9 @@
 //! Requests chunks that only the server can provide, and interprets its answers.
 //!
 //! The server answers a [`FromClient::Fetch`] in parts. A chunk in such a part is now on this node's drives, is in the arena
-//! under a lease, or cannot be read. This module is the only one that interprets those answers. Its two users differ in how long
-//! they hold a lease: [`crate::read`] copies the bytes from the arena and releases the lease at once, [`crate::batch`] holds the
-//! lease and lends the bytes in place.
+//! under a lease, or cannot be read. This module is the only one that interprets those answers. Two modules use it, and they
+//! differ in how long they hold a lease: [`crate::read`] copies the bytes from the arena and releases the lease at once;
+//! [`crate::batch`] holds the lease and lends the bytes in place.
 //!
 //! Invariant: a caller trusts leased bytes only if the lease still held *after* it looked at them. The server may revoke a lease
 //! at any time and put another chunk into the same slot.
@@ -58,8 +58,8 @@ impl LeaseTerms {
     }
 }
 
-/// Requests chunks of a dataset. With `recheck` the server first examines this node's own copies of them, and drops those
-/// that are damaged.
+/// Requests chunks of a dataset. With `recheck` the server first examines this node's own copies of the chunks, and drops
+/// damaged copies.
 pub(crate) fn request_chunks(
     socket: &mut Socket,
     dataset: DatasetId,
@@ -113,7 +113,7 @@ impl FetchAnswer {
 }
 
 impl LeasedChunk {
-    /// Returns whether the lease still held when the caller last looked at the bytes, which was before this call.
+    /// Returns whether the lease was still in force when the caller last looked at the bytes, which was before this call.
     pub(crate) fn is_held(&self, session: &Session) -> bool {
         self.terms.hold(session)
     }

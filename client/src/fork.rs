@@ -1,9 +1,9 @@
-//! A lock that separates forks from changes to memory that a child must find complete. A thread that makes such a change holds it,
-//! and so does a fork.
+//! A lock that prevents a fork in the middle of certain changes to memory, which the child must find complete. A thread holds the
+//! lock while it makes such a change, and while it forks.
 //!
-//! A function that may be called in a signal handler must not take this lock: the handler may have interrupted `malloc`, for which
-//! the thread that forks waits while it holds the lock. Such functions change memory in single atomic steps instead. The exception
-//! is `fork` itself, which waits for the lock only if another thread holds it.
+//! A function that may be called in a signal handler must not take this lock: the handler may have interrupted `malloc`, and a
+//! thread that forks waits for `malloc` while it holds the lock, so both would wait forever. Such functions change memory in single
+//! atomic steps instead. The exception is `fork` itself, which waits for the lock only if another thread holds it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -56,7 +56,7 @@ pub fn release() {
     if HOLDER.load(Ordering::Acquire) != thread_number::current() {
         return;
     }
-    // A handler that runs between these steps takes the lock again and releases it: then the number is the same as before.
+    // If a signal handler runs between these steps, it releases the lock as often as it takes it, so `AGAIN` does not change.
     if AGAIN.load(Ordering::Relaxed) > 0 {
         AGAIN.fetch_sub(1, Ordering::Relaxed);
     } else {

@@ -6,8 +6,8 @@
 //! polls, every request fails at once until the word changes again.
 //!
 //! Time is counted in polls that this process waited through. A process that was stopped, for
-//! however long, counts one poll. It therefore does not mistake a server for dead if the server
-//! kept running, or was stopped and resumed together with the process.
+//! however long, counts one poll. So a server that kept running, or that was stopped and resumed
+//! together with the process, does not count as dead.
 //!
 //! All state is atomic: threads share it, a forked child continues with its copy, and a signal
 //! handler finds nothing locked.

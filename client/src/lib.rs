@@ -2,8 +2,8 @@
 //! reads samples.
 //!
 //! The library blocks, starts no threads, and needs no runtime. It works in programs with many threads and in forked children,
-//! which call [`Session::after_fork`]. Lookups read mapped memory. A block on this node costs at most one `pread`; only a block
-//! that is neither on this node's drives nor in its arena requires a message to the server.
+//! each of which must call [`Session::after_fork`]. Lookups read mapped memory. Reading a block that is on this node takes at most
+//! one `pread`. Only a block that is neither on this node's drives nor in the arena requires a message to the server.
 //!
 //! - [`locate`] finds the sessions on this machine, [`Session`] attaches to one.
 //! - [`View`] is the namespace with the meaning that POSIX programs expect; the command line and the preload library are
@@ -11,7 +11,7 @@
 //! - [`Session::read_many`] reads many samples with one message and lends them without a copy, as a [`Batch`].
 //! - [`Samples`] shuffles a dataset, and [`Session::submit`] has the server prefetch along that order.
 //!
-//! Nothing here talks to another node; only the servers do.
+//! A client never talks to another node; only servers do.
 //!
 //! # Example
 //!

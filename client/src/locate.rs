@@ -1,8 +1,8 @@
 //! Finds the sessions on this machine.
 //!
 //! Each session has a folder `${DAYFLY_RUNTIME_DIR:-/tmp}/dayfly-<uid>/<id>/` with mode 0700. Every
-//! server on this machine has its socket there and holds a lock file there for as long as it lives;
-//! so does the supervisor. A lock that is held proves that its process lives, because the kernel
+//! server on this machine has its socket there and holds a lock file there for as long as it lives.
+//! The supervisor holds a lock file there, too. A lock that is held proves that its process lives, because the kernel
 //! frees the lock however the process ends. [`Watch`] checks that these files still have their
 //! names.
 
@@ -11,6 +11,7 @@ mod names;
 mod watch;
 
 use std::env;
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::ffi::OsStrExt;
@@ -33,18 +34,18 @@ pub use watch::Watch;
 pub const SESSION_VARIABLE: &str = "DAYFLY_SESSION";
 /// Names the node that a process belongs to, if a machine has several.
 pub const NODE_VARIABLE: &str = "DAYFLY_NODE";
-/// The path below which programs see the namespace, so that a process that never uses it need not
-/// ask the server.
+/// Holds the path below which programs see the namespace. A process that finds it here, and never
+/// uses the namespace, need not ask the server.
 pub const PREFIX_VARIABLE: &str = "DAYFLY_PREFIX";
-/// The working directory if it is in the namespace, for the next program across `exec`.
+/// Holds the working directory, if it is in the namespace, for the program that `exec` starts.
 pub const CWD_VARIABLE: &str = "DAYFLY_CWD";
 /// Names the folder to use instead of `/tmp` for the folders of sessions.
 pub const RUNTIME_DIR_VARIABLE: &str = "DAYFLY_RUNTIME_DIR";
 /// Number of times that a lock is tried, and the time between two attempts.
 const LOCK_ATTEMPTS: usize = 50;
 const LOCK_INTERVAL: Duration = Duration::from_millis(2);
-/// Number of times that the creation of a session's folder is tried while other sessions remove
-/// theirs.
+/// Number of times that the creation of a session's folder is tried. Another process may remove the
+/// folder before it is locked.
 const CREATE_ATTEMPTS_MAX: usize = 10;
 /// The supervisor holds this lock for as long as it lives, and the file contains its process id. A
 /// process that creates or removes the folder holds the lock for a moment.
@@ -59,13 +60,18 @@ const JOB: &str = "job";
 pub struct SessionFolder {
     /// The session's id.
     pub session: SessionId,
-    /// The path of its folder.
+    /// The folder's path.
     pub folder: PathBuf,
 }
 
 /// Returns the folder that contains one folder for each user.
 pub fn runtime_base() -> PathBuf {
-    let base = env::var_os(RUNTIME_DIR_VARIABLE).filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
+    runtime_base_in(env::var_os(RUNTIME_DIR_VARIABLE))
+}
+
+/// Returns the folder that contains one folder for each user. `named` is the value of `DAYFLY_RUNTIME_DIR`.
+fn runtime_base_in(named: Option<OsString>) -> PathBuf {
+    let base = named.filter(|base| !base.is_empty()).map_or_else(|| "/tmp".into(), PathBuf::from);
     // Servers have another working directory than the process that starts them.
     std::path::absolute(&base).unwrap_or(base)
 }
@@ -107,8 +113,8 @@ pub fn create(all: &Path, session: SessionId, job: Option<&str>) -> Result<(Sess
 }
 
 /// Creates the folder of a session if it does not exist, and takes a lock that protects the folder
-/// from removal until the node's own lock does. `is_reserved` means that the supervisor is known to
-/// have created it.
+/// from removal until the node has its own lock. `is_reserved` means that the supervisor is known to
+/// have created the folder.
 ///
 /// # Errors
 ///
@@ -121,8 +127,8 @@ pub fn enter(
 ) -> Result<(SessionFolder, Flock<File>), ClientError> {
     prepare(all, session, |folder| {
         make_private(folder)?;
-        // A process that removes the folder holds this lock for a moment; a supervisor holds it for
-        // its whole life.
+        // A process that removes the folder holds the supervisor's lock for a moment. A supervisor
+        // holds it for its whole life.
         let supervisor_lock = if is_reserved { None } else { lock_patiently(&folder.join(SUPERVISOR_LOCK))? };
         let path = folder.join(format!("starting-{}.lock", std::process::id()));
         let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::AlreadyExists))?;
@@ -152,7 +158,7 @@ fn prepare(
         make_private(all).map_err(failed)?;
         check_private(all)?;
         let lock = make(&folder).map_err(failed)?;
-        // The locked file must still be the one with that name.
+        // The locked file must still have a name in the folder.
         let is_there = fs::read_dir(&folder)
             .map_err(failed)?
             .flatten()
@@ -180,7 +186,7 @@ fn create_private(folder: &Path) -> io::Result<()> {
     DirBuilder::new().mode(0o700).create(folder)
 }
 
-/// Writes a file of a session's folder, which only this user can read.
+/// Writes a file in a session's folder. Only this user can read the file.
 ///
 /// # Errors
 ///
@@ -190,7 +196,7 @@ pub fn write_private(path: &Path, content: &[u8]) -> io::Result<()> {
     file.write_all(content)
 }
 
-/// Returns all folders of sessions, whether they are running or left over.
+/// Returns the folders of all sessions, whether the sessions are running or have left their folders behind.
 ///
 /// # Errors
 ///
@@ -227,8 +233,8 @@ pub fn running() -> Result<Vec<SessionFolder>, ClientError> {
     Ok(running)
 }
 
-/// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of this job,
-/// as the workload manager names it; else the only session that does not belong to another job.
+/// Returns the session to use: the one that `DAYFLY_SESSION` names; else the session of `job`, which
+/// is the workload manager's name for this job; else the only session that belongs to no job.
 ///
 /// # Errors
 ///
@@ -265,8 +271,8 @@ pub fn find(job: Option<&str>) -> Result<SessionFolder, ClientError> {
     }
 }
 
-/// Returns the user who has a session with this id, if that is another user whose folder this
-/// process may search, as root may.
+/// Returns the user who has a session with this id, if that is another user. Looks only into folders
+/// that this process may search; root may search them all.
 fn foreign_owner(name: &str) -> Option<u32> {
     name.parse::<SessionId>().ok()?;
     let users = fs::read_dir(runtime_base()).into_iter().flatten().flatten();
@@ -282,7 +288,7 @@ impl SessionFolder {
     }
 
     /// Takes a node's lock for its server and writes the server's process id into it. The lock
-    /// becomes free when that process ends, however it ends. `None` if another process holds it.
+    /// becomes free when that process ends, however it ends. `None` if another process holds the lock.
     ///
     /// # Errors
     ///
@@ -293,8 +299,8 @@ impl SessionFolder {
         Ok(Some(lock))
     }
 
-    /// Watches the files that a node's server depends on for as long as it lives: the folder, its
-    /// lock and its socket.
+    /// Watches the files that a node's server needs for as long as it lives: the session's folder,
+    /// and the server's lock and socket.
     ///
     /// # Errors
     ///
@@ -306,8 +312,8 @@ impl SessionFolder {
         Ok(watch)
     }
 
-    /// Watches the files that the supervisor depends on for as long as it lives: the folder and its
-    /// lock.
+    /// Watches the files that the supervisor needs for as long as it lives: the session's folder and
+    /// the supervisor's lock.
     ///
     /// # Errors
     ///
@@ -325,7 +331,7 @@ impl SessionFolder {
     /// Returns the nodes whose servers live on this machine, lowest first.
     pub fn live_nodes(&self) -> Vec<NodeId> {
         let names = names_in(&self.folder).unwrap_or_default().into_iter();
-        let number = |name: std::ffi::OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
+        let number = |name: OsString| name.to_str()?.strip_prefix("node-")?.strip_suffix(".lock")?.parse().ok();
         let mut nodes: Vec<NodeId> =
             names.filter_map(number).map(NodeId).filter(|&node| is_locked(&self.lock_path(node))).collect();
         nodes.sort_unstable();
@@ -336,7 +342,7 @@ impl SessionFolder {
     ///
     /// # Errors
     ///
-    /// If the folder cannot be searched, so that nobody can tell.
+    /// If this process may not search the folder, and so cannot tell.
     pub fn is_running(&self) -> Result<bool, ClientError> {
         match self.entries() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -345,8 +351,8 @@ impl SessionFolder {
         }
     }
 
-    /// Lists the folder, provided that its files can be opened too: the path leads through the
-    /// folder, which takes the permission to search it.
+    /// Lists the folder. Fails if this process lacks the permission to search the folder, because the
+    /// path leads through it. Without that permission, the folder's files could not be opened.
     fn entries(&self) -> io::Result<fs::ReadDir> {
         fs::read_dir(self.folder.join("."))
     }

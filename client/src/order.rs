@@ -1,6 +1,6 @@
 //! Computes orders in which to read samples. A global shuffle is a random order of the whole
 //! dataset for each epoch, the same on every node. A local shuffle follows the order in which
-//! samples lie on this node's drives, which is also random: the stage-in shuffled them.
+//! samples lie on this node's drives. That order is also random, because the stage-in shuffled them.
 
 use std::collections::HashMap;
 
@@ -17,7 +17,7 @@ const ROUNDS: u64 = 4;
 /// The samples of a dataset, ready to be put in order. Takes 4 bytes of memory for each sample, or
 /// 12 if samples are grouped.
 pub struct Samples {
-    /// Each sample's first name.
+    /// For each sample, the first entry of the catalog that names it.
     entries: Vec<EntryId>,
     groups: Option<Groups>,
 }
@@ -56,7 +56,7 @@ impl Samples {
         self.entries.is_empty()
     }
 
-    /// Returns a sample's first name.
+    /// Returns the first entry of the catalog that names a sample.
     pub fn entry(&self, sample: SampleId) -> Option<EntryId> {
         self.entries.get(sample.0 as usize).copied()
     }
@@ -81,9 +81,9 @@ impl Samples {
     /// Returns the samples that `node` owns, in the order in which they lie on its drives. Must be called on that node. Over all
     /// nodes, each sample appears once.
     ///
-    /// Reading in this order is as fast as sequential reading. The position of samples with large
-    /// blocks does not matter for speed, so they are inserted at random; so are samples
-    /// that no node stores, such as empty ones.
+    /// Reading in this order is as fast as sequential reading. Large samples are inserted at random
+    /// positions, because their position does not matter for speed. Samples that no node stores, such
+    /// as empty ones, are inserted at random positions, too.
     pub fn local(&self, dataset: &Dataset, node: NodeId, nodes: u16) -> Vec<SampleId> {
         let catalog = dataset.catalog();
         let mut positioned = Vec::new();
@@ -136,7 +136,7 @@ impl Groups {
         self.samples.get(start..end).unwrap_or_default()
     }
 
-    /// The same samples, with each group moved to the position of its first sample.
+    /// Returns the same samples, with each group moved to the position of its first sample.
     fn together(&self, order: Vec<SampleId>) -> Vec<SampleId> {
         let mut group_of = HashMap::with_capacity(order.len());
         for number in 0..self.starts.len() {
@@ -176,8 +176,9 @@ fn scatter(order: &mut Vec<SampleId>, scattered: &[SampleId], seed: u64) {
     }
 }
 
-/// A random permutation of 0 to `count` - 1 that can compute each value by itself. It is a Feistel
-/// network over the next even number of bits, applied again until the value is in range.
+/// A random permutation of 0 to `count` - 1 that can compute each value without the others. It is a
+/// Feistel network over the smallest even number of bits that can hold `count` - 1. The network is
+/// applied again until the value is in range.
 struct Permutation {
     count: u64,
     half_bits: u32,
@@ -200,8 +201,8 @@ impl Permutation {
                 (left, right) = (right, left ^ (mix(right ^ key) & mask));
             }
             value = left << self.half_bits | right;
-            // The network permutes all numbers of that many bits, so the walk reaches the range
-            // eventually.
+            // The network permutes all numbers of that many bits. Applied again and again, it leads
+            // back to `position`, which is in range, so the loop ends.
             if value < self.count || self.count == 0 {
                 return value;
             }

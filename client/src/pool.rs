@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_value_is_taken_once_and_one_that_does_not_fit_is_dropped() {
+    fn each_value_is_taken_once_and_a_value_that_does_not_fit_is_dropped() {
         let counted = std::sync::Arc::new(());
         let pool = Pool::new();
         for _ in 0..IDLE_CONNECTIONS_MAX + 2 {

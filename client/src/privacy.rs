@@ -81,9 +81,9 @@ pub fn check_private(folder: &Path) -> Result<(), NotPrivate> {
     Err(NotPrivate { folder: folder.to_owned(), exposure })
 }
 
-/// Checks that other users cannot replace a folder: not all users may write to the folder above it,
-/// unless that has the sticky bit. That folder's owner, the members of its group, and root can
-/// replace it anyway, and are trusted.
+/// Checks that other users cannot replace a folder: if all users may write to the folder above it,
+/// the folder above must have the sticky bit. The owner of the folder above, the members of its
+/// group, and root can replace the folder anyway, and are trusted.
 ///
 /// # Errors
 ///

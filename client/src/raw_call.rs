@@ -1,5 +1,5 @@
-//! System calls about descriptors and signals that must not pass through the C library: the preload library replaces its functions, and
-//! hides the library's own descriptors there. No call touches `errno`.
+//! Makes system calls about descriptors and signals without the C library's functions. The preload library replaces those functions
+//! with its own, to which reserved descriptors look closed. No call here changes `errno`.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{IntoRawFd, OwnedFd, RawFd};
@@ -38,12 +38,12 @@ unsafe fn call(number: libc::c_long, first: usize, second: usize, third: usize, 
     result
 }
 
-/// Returns device and inode of the file at a number; `None` if nothing is open there.
+/// Returns the device and the inode of the file that is open at a number; `None` if nothing is open there.
 pub fn identity(number: RawFd) -> Option<(u64, u64)> {
     attributes(number).map(|stat| (stat.st_dev, stat.st_ino))
 }
 
-/// Returns the mode of the file at a number, with its type; `None` if nothing is open there.
+/// Returns the mode of the file that is open at a number, including the file's type; `None` if nothing is open there.
 pub fn mode(number: RawFd) -> Option<u32> {
     attributes(number).map(|stat| stat.st_mode)
 }
@@ -70,7 +70,7 @@ pub fn are_same(left: RawFd, right: RawFd) -> Option<bool> {
     (result >= 0).then_some(result == 1)
 }
 
-/// Duplicates a descriptor to the lowest free number that is not below `floor`, close-on-exec.
+/// Duplicates a descriptor to the lowest free number that is not below `floor`. The copy is close-on-exec.
 ///
 /// # Errors
 ///

@@ -1,5 +1,5 @@
-//! Reads blocks from this node's segments or the arena if that needs no message, and otherwise with the server's help. Many
-//! blocks cost one message.
+//! Reads blocks without a message if they are in this node's segments or in the arena, and otherwise with the server's help. One
+//! message can request many blocks.
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
@@ -17,7 +17,7 @@ pub struct BlockData<'a> {
     pub bytes: &'a [u8],
     /// Whether the bytes came from this node's own drives.
     pub is_local: bool,
-    /// Whether this node's copy was damaged, so that these bytes come from another one.
+    /// Whether this node's copy was damaged, so that these bytes come from another copy.
     pub was_bad: bool,
 }
 
@@ -29,11 +29,11 @@ type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), C
 const WINDOW: usize = 4;
 
 impl Session {
-    /// Reads from a sample; the count is short only at the sample's end. `verified` remembers the last chunk whose checksum was
-    /// correct, so that a sequential reader does not verify a chunk twice.
+    /// Reads from a sample. The count is less than the buffer's length only at the sample's end. `verified` remembers the last
+    /// chunk whose checksum was correct, so that a sequential reader does not verify a chunk twice.
     ///
     /// # Errors
-    /// If the session has ended, the dataset was replaced, or a block cannot be read or is damaged everywhere.
+    /// If the session has ended, the dataset was replaced, a block cannot be read, or all copies of a block are damaged.
     pub fn read_at(
         &self,
         dataset: &Dataset,
@@ -65,8 +65,8 @@ impl Session {
         Ok(end.saturating_sub(offset) as usize)
     }
 
-    /// Reads a part of a block: without a message if it is on this node or in the arena, and otherwise chunk by chunk as the
-    /// server delivers it.
+    /// Reads a part of a block. If the block is on this node's drives or in the arena, this takes no message. Otherwise the server
+    /// delivers the part chunk by chunk.
     pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
         let (mut at, mut rechecks, mut is_restored) = (offset, 0, false);
@@ -95,9 +95,9 @@ impl Session {
         Ok(())
     }
 
-    /// Requests a range from the server and copies its start, as far as it arrived without a gap. Returns the number of bytes
-    /// copied: at least one, unless the range is now on this node's drives. With `recheck` the server first examines this node's
-    /// copies of it.
+    /// Requests a range from the server and copies the start of the range, as far as it arrived without a gap. Returns the number
+    /// of bytes copied. 0 means that the range is now on this node's drives, or that its start has to be requested again. With
+    /// `recheck` the server first examines this node's copies of the range.
     pub(crate) fn read_remote(
         &self,
         dataset: &Dataset,
@@ -164,7 +164,7 @@ impl Session {
         self.read_remote_blocks(dataset, &mut remote, &mut buffer, on_block)
     }
 
-    /// Reads blocks of one chunk each that are not on this node, and empties `remote`.
+    /// Reads the blocks in `remote`, which are not on this node and have one chunk each. Empties `remote`.
     fn read_remote_blocks(
         &self,
         dataset: &Dataset,
@@ -191,7 +191,7 @@ impl Session {
                 self.check_not_gone(dataset)?;
                 is_done[index] = true;
                 if self.verify(dataset, chunks[index], buffer).is_err() {
-                    // Read again later: answers for the other blocks are still in flight on this connection.
+                    // The block is read again later, because answers for other blocks are still in flight on this connection.
                     bad.push(block);
                     return Ok(());
                 }
@@ -212,10 +212,10 @@ impl Session {
     }
 
     /// Requests chunks and passes each one that arrives to `on_chunk`. The server may leave some out; the caller requests those
-    /// again. A lease is released as soon as `on_chunk` has seen its chunks, on the connection that it was granted to.
+    /// again. As soon as `on_chunk` has seen the chunks of a lease, the lease is released, on the connection it was granted to.
     fn fetch(&self, dataset: &Dataset, chunks: &[Chunk], recheck: bool, on_chunk: OnChunk<'_>) -> Result<(), ClientError> {
         self.check_not_gone(dataset)?;
-        // A failure of `on_chunk` does not concern the connection, which stays usable.
+        // If `on_chunk` fails, the rest of the answer is still received, so that the connection stays usable.
         let mut outcome = Ok(());
         self.with_connection(|socket| {
             request_chunks(socket, dataset.id(), chunks.to_vec(), recheck)?;

@@ -1,14 +1,14 @@
-//! Descriptors that this library reserves for itself. They have high numbers, away from the numbers
-//! that programs see, are close-on-exec, and are recorded, so that a program that closes all
-//! descriptors does not close them.
+//! Descriptors that this library reserves for itself. They are close-on-exec and have high numbers,
+//! away from the numbers that programs see. They are recorded, so that a program that closes all
+//! descriptors does not close these.
 //!
 //! A program can still close them, with a system call that this library does not see, and the kernel
-//! then gives the number to one of the program's own files. So a reserved descriptor remembers which
-//! file it had open, by device and inode. [`ReservedFd::get`] compares them before each use, and a
-//! number that has another file by now is neither used nor closed.
+//! then gives the number to one of the program's own files. So a reserved descriptor remembers the
+//! device and the inode of its file. [`ReservedFd::get`] compares them before each use. A number at
+//! which another file is open by now is neither used nor closed.
 //!
-//! To the program these descriptors look closed: the preload library passes no call on that names one ([`is_hidden`]), unless the
-//! thread that makes the call is using a reserved descriptor, and so is running this library's code.
+//! To the program, these descriptors look closed: if a call names one, the preload library does not pass the call on
+//! ([`is_hidden`]). The exception is a thread that is using a reserved descriptor: it runs this library's code.
 //!
 //! The records lie in static memory, never move, and are changed without a lock.
 
@@ -27,31 +27,35 @@ use nix::libc;
 use crate::raw_call::{descriptors_limit, duplicate_above, identity, replace_descriptors_limit};
 
 /// Reserved descriptors lie just below this number, or below the process's limit. A higher ceiling
-/// would cost every fork, because the kernel copies the table up to its last descriptor.
+/// would slow down every fork, because the kernel copies the table up to its last descriptor.
 const CEILING: u64 = 1024;
 /// How many numbers below the ceiling are tried first.
 const ROOM: u64 = 128;
-/// Numbers below this are protected. A descriptor that had to go above it works, but the program
-/// can close it.
+/// Reserved descriptors with numbers below this are protected. A descriptor with a higher number
+/// works, but the program can close it.
 const WATCHED: usize = 1 << 16;
-/// Descriptors that can be recorded at a time. More than these work, but are not protected.
+/// How many descriptors can be recorded at a time. Further descriptors work, but are not protected.
 const RECORDS_MAX: usize = 4096;
-/// How often a descriptor is moved while other threads change the limit.
+/// How many times the move of a descriptor is tried while other threads change the limit.
 const ATTEMPTS_MAX: u32 = 100;
 /// How long [`give_way`] waits for threads that are using the number.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// By number: the index of its record plus one, or 0.
+/// For each descriptor number, the index of its record plus one; 0 if the number is not reserved.
 static WATCH: [AtomicU32; WATCHED] = [const { AtomicU32::new(0) }; WATCHED];
 static RECORDS: [Record; RECORDS_MAX] = [const { Record::new() }; RECORDS_MAX];
 /// One more than the highest index of a record that was ever taken.
 static RECORDS_USED: AtomicUsize = AtomicUsize::new(0);
-/// The limit on descriptors that is in force again after it was raised for a moment; [`NOT_RAISED`] otherwise.
+/// The limit on descriptors before it was raised for a moment; [`NOT_RAISED`] when it is not raised.
 static LIMIT_BEFORE: AtomicU64 = AtomicU64::new(NOT_RAISED);
 const NOT_RAISED: u64 = u64::MAX;
+/// Whether a thread has raised the limit.
+static IS_RAISED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Reserved descriptors that this thread is using.
+    /// Whether this thread has raised the limit.
+    static HAS_RAISED: Cell<bool> = const { Cell::new(false) };
+    /// Number of reserved descriptors that this thread is using.
     static USES: Cell<u32> = const { Cell::new(0) };
 }
 
@@ -61,7 +65,7 @@ struct Record {
     number: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
-    /// Threads that are using the number now.
+    /// Number of threads that are using the descriptor now.
     users: AtomicU32,
 }
 
@@ -80,7 +84,7 @@ impl Record {
         (self.device.load(Ordering::Acquire), self.inode.load(Ordering::Acquire))
     }
 
-    /// Returns whether a number still has the file open that the record is about.
+    /// Returns whether the record's file is still open at a number.
     fn is_at(&self, number: RawFd) -> bool {
         identity(number) == Some(self.identity())
     }
@@ -89,7 +93,7 @@ impl Record {
 /// A file with a reserved descriptor.
 pub struct ReservedFd {
     record: &'static Record,
-    /// The record's index plus one; 0 for a record on the heap, because all of the list were taken.
+    /// The record's index plus one. 0 means that the record is on the heap, because all records of the list were taken.
     index: u32,
 }
 
@@ -101,8 +105,8 @@ pub struct InUse<'a> {
 }
 
 impl InUse<'_> {
-    /// Duplicates the descriptor, to the lowest free number. `File::try_clone` cannot: to the C library's functions, which the
-    /// preload library replaces, reserved descriptors look closed.
+    /// Duplicates the descriptor, to the lowest free number. `File::try_clone` cannot do this: it calls functions that the
+    /// preload library replaces, and to them reserved descriptors look closed.
     ///
     /// # Errors
     ///
@@ -130,8 +134,8 @@ impl Drop for InUse<'_> {
 }
 
 impl ReservedFd {
-    /// Moves a file's descriptor out of the program's way. If no number is free there, it stays
-    /// where it is.
+    /// Moves a file's descriptor to a high number, out of the program's way. If no high number is
+    /// free, the descriptor stays where it is.
     pub fn new(file: File) -> Self {
         let take = |record: &Record| {
             let is_free = !record.is_taken.load(Ordering::Relaxed);
@@ -152,7 +156,7 @@ impl ReservedFd {
         Self { record, index }
     }
 
-    /// Returns the number, which may have another file by now.
+    /// Returns the descriptor's number. Another file may be open at this number by now.
     #[inline]
     pub fn number(&self) -> RawFd {
         self.record.number.load(Ordering::Acquire)
@@ -165,7 +169,7 @@ impl ReservedFd {
     /// If the program has closed the descriptor.
     pub fn get(&self) -> io::Result<InUse<'_>> {
         let record = self.record;
-        // Before the number is read, so that `give_way` waits for this use or this use sees the new number.
+        // Counted before the number is read, so that either `give_way` waits for this use or this use sees the new number.
         record.users.fetch_add(1, Ordering::SeqCst);
         let number = record.number.load(Ordering::SeqCst);
         // SAFETY: the file is never closed through this value; whether the number is open is checked below.
@@ -185,8 +189,8 @@ impl ReservedFd {
         self.record.identity()
     }
 
-    /// Replaces a descriptor that the program has closed by another one for the same file. Returns whether the descriptor is
-    /// there now. Only the process that reserved it may call this, not its `vfork` child.
+    /// If the program has closed the descriptor, puts `file` in its place, which must be the same file. Returns whether the
+    /// descriptor is there now. Only the process that reserved the descriptor may call this, not its `vfork` child.
     pub fn restore(&self, file: File) -> bool {
         let (record, lost) = (self.record, self.number());
         if record.is_at(lost) {
@@ -200,7 +204,7 @@ impl ReservedFd {
         if record.number.compare_exchange(lost, number, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             watch(number, self.index);
         } else {
-            // Another thread was faster. SAFETY: made just above, and nobody else knows it.
+            // Another thread was faster. SAFETY: the descriptor was made just above, and nobody else knows it.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
         }
         true
@@ -211,7 +215,7 @@ impl Drop for ReservedFd {
     fn drop(&mut self) {
         let (record, number) = (self.record, self.number());
         unwatch(number, self.index);
-        // What the program has open at this number now belongs to the program.
+        // If another file is open at this number by now, it is the program's and stays open.
         if record.is_at(number) {
             // SAFETY: the number still has our file, which nobody else closes.
             drop(unsafe { OwnedFd::from_raw_fd(number) });
@@ -219,7 +223,7 @@ impl Drop for ReservedFd {
         record.number.store(-1, Ordering::Release);
         record.is_taken.store(false, Ordering::Release);
         if self.index == 0 {
-            // SAFETY: leaked in `new`, and only this value refers to it: it is not in the list.
+            // SAFETY: the record was leaked in `new`. It is not in the list, so only this value refers to it.
             drop(unsafe { Box::from_raw(std::ptr::from_ref(record).cast_mut()) });
         }
     }
@@ -236,17 +240,15 @@ fn moved_up(file: File) -> File {
 
 /// Duplicates a descriptor to a high number, if one is free there.
 ///
-/// A low limit is raised for that moment, if the process may: otherwise the copy would take one of the few numbers that the program
-/// has.
+/// If the process has a low limit on descriptors and may raise it, the limit is raised for that moment. Otherwise the copy would
+/// take one of the few numbers that the program has.
 fn high_copy(number: RawFd) -> Option<RawFd> {
     for _ in 0..ATTEMPTS_MAX {
-        let (soft, hard) = descriptors_limit().unwrap_or((CEILING, CEILING));
-        let wanted = soft.max(hard.min(CEILING));
-        let raised = (soft < wanted).then(|| RaisedLimit::new(soft, wanted, hard)).flatten();
-        let limit = if raised.is_some() { wanted } else { soft }.min(CEILING);
+        let _raised = RaisedLimit::to(|soft, hard| soft.max(hard.min(CEILING)));
+        let limit = descriptors_limit().map_or(CEILING, |(soft, _)| soft.min(CEILING));
         match duplicate_above(number, limit.saturating_sub(ROOM).max(limit / 2) as RawFd) {
             Ok(copy) => return Some(copy),
-            // Above the limit: another thread has lowered it since it was read.
+            // The numbers are above the limit, because another thread has lowered the limit since it was read.
             Err(libc::EINVAL) => {}
             Err(_) => return None,
         }
@@ -254,22 +256,54 @@ fn high_copy(number: RawFd) -> Option<RawFd> {
     None
 }
 
-/// While this value lives, the process may have more descriptors.
+/// Runs `operation`. If it fails because the process has no numbers left for descriptors, as `is_scarce` says about the error, runs it
+/// again while the limit is higher, if the process may raise it. Files that arrive from the server first get the lowest free
+/// numbers, and the program may have used all of its own.
+///
+/// The limit is the whole process's, so other threads may notice.
+///
+/// # Errors
+///
+/// Those of `operation`.
+pub fn with_numbers<T, E>(operation: impl Fn() -> Result<T, E>, is_scarce: impl Fn(&E) -> bool) -> Result<T, E> {
+    match operation() {
+        Err(error) if is_scarce(&error) => {
+            let _raised = RaisedLimit::to(|soft, hard| (soft + ROOM).max(CEILING).min(hard));
+            operation()
+        }
+        result => result,
+    }
+}
+
+/// While this value lives, the process may have more descriptors. Only one thread at a time has such a value.
 struct RaisedLimit {
     before: u64,
     raised: u64,
     hard: u64,
+    stays_in_thread: PhantomData<*const ()>,
 }
 
 impl RaisedLimit {
-    /// Raises the limit from `before`, unless the kernel refuses.
-    fn new(before: u64, raised: u64, hard: u64) -> Option<Self> {
-        LIMIT_BEFORE.store(before, Ordering::Release);
-        let is_raised = replace_descriptors_limit(raised, hard).is_some();
-        if !is_raised {
-            LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+    /// Raises the soft limit to what `wanted` says about the limits, soft and hard. `None` if that is no more than the soft limit,
+    /// if this thread has raised it already, or if the kernel refuses.
+    fn to(wanted: impl Fn(u64, u64) -> u64) -> Option<Self> {
+        let more = || descriptors_limit().filter(|&(soft, hard)| soft < wanted(soft, hard));
+        more()?;
+        if !take_turn() {
+            return None;
         }
-        is_raised.then_some(Self { before, raised, hard })
+        // Another thread may have changed the limit in the meantime.
+        let raise = |(before, hard): (u64, u64)| {
+            let raised = wanted(before, hard);
+            LIMIT_BEFORE.store(before, Ordering::Release);
+            replace_descriptors_limit(raised, hard)?;
+            Some(Self { before, raised, hard, stays_in_thread: PhantomData })
+        };
+        let raised = more().and_then(raise);
+        if raised.is_none() {
+            end_turn();
+        }
+        raised
     }
 }
 
@@ -281,8 +315,28 @@ impl Drop for RaisedLimit {
             // The program has set another limit in the meantime, which applies.
             replace_descriptors_limit(soft, hard);
         }
-        LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+        end_turn();
     }
+}
+
+/// Waits until no other thread has raised the limit. Returns whether this thread may now: not if it has raised the limit itself, or
+/// if another thread does not end in time.
+fn take_turn() -> bool {
+    let deadline = Instant::now() + PATIENCE;
+    while IS_RAISED.swap(true, Ordering::AcqRel) {
+        if HAS_RAISED.get() || Instant::now() > deadline {
+            return false;
+        }
+        std::thread::yield_now();
+    }
+    HAS_RAISED.set(true);
+    true
+}
+
+fn end_turn() {
+    LIMIT_BEFORE.store(NOT_RAISED, Ordering::Release);
+    HAS_RAISED.set(false);
+    IS_RAISED.store(false, Ordering::Release);
 }
 
 fn entry(number: RawFd) -> Option<&'static AtomicU32> {
@@ -307,7 +361,7 @@ fn record_at(number: RawFd) -> Option<(&'static Record, u32)> {
     Some((RECORDS.get(index.checked_sub(1)? as usize)?, index))
 }
 
-/// Returns whether a descriptor is reserved by the library. Where it is not, which is almost everywhere, this is one load.
+/// Returns whether a descriptor is reserved by the library. For other descriptors, which are the usual case, this is one load.
 #[inline]
 pub fn is_reserved(number: RawFd) -> bool {
     is_watched(number) && is_still_reserved(number)
@@ -324,8 +378,8 @@ pub fn is_watched(number: RawFd) -> bool {
     entry(number).is_some_and(|entry| entry.load(Ordering::Acquire) != 0)
 }
 
-/// Returns whether a number must look closed to the caller: it is reserved, and this thread is not using a reserved descriptor, so the
-/// caller is the program. Where the number is not reserved, which is almost everywhere, this is one load.
+/// Returns whether a number must look closed to the caller: it is reserved, and this thread is not using a reserved descriptor, so
+/// the caller is the program. For other numbers, which are the usual case, this is one load.
 #[inline]
 pub fn is_hidden(number: RawFd) -> bool {
     is_watched(number) && is_hidden_now(number)
@@ -354,18 +408,18 @@ pub fn note_given(number: RawFd) {
     }
 }
 
-/// Moves a reserved descriptor to another number, because the program wants to have a file of its own at this one. The number
-/// stays open until the program's call replaces it. A `vfork` child must not call this.
+/// Moves a reserved descriptor to another number, because the program wants to open a file of its own at `number`. The old
+/// descriptor stays open until the program's call replaces it. A `vfork` child must not call this.
 ///
 /// # Errors
 ///
-/// EBUSY if a thread uses the descriptor and does not end in time, EMFILE if no other number is free.
+/// EBUSY if a thread uses the descriptor for too long, EMFILE if no other number is free.
 pub fn give_way(number: RawFd) -> Result<(), i32> {
     let Some((record, index)) = record_at(number).filter(|_| is_reserved(number)) else { return Ok(()) };
     let other = high_copy(number).map_or_else(|| duplicate_above(number, 3), Ok)?;
     watch(other, index);
     if record.number.compare_exchange(number, other, Ordering::SeqCst, Ordering::Relaxed).is_err() {
-        // Dropped in the meantime. SAFETY: made just above, and nobody else knows it.
+        // The reserved descriptor was dropped in the meantime. SAFETY: `other` was made just above, and nobody else knows it.
         drop(unsafe { OwnedFd::from_raw_fd(other) });
         unwatch(other, index);
         return Ok(());
@@ -381,9 +435,11 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
     Ok(())
 }
 
-/// Puts the limit on descriptors back, if another thread of the parent had raised it. A forked child must call this.
+/// Restores the limit on descriptors if another thread of the parent had raised it for a moment at the time of the fork. A forked
+/// child must call this.
 pub fn restore_limit_after_fork() {
     let before = LIMIT_BEFORE.swap(NOT_RAISED, Ordering::AcqRel);
+    end_turn();
     if before != NOT_RAISED
         && let Some((_, hard)) = descriptors_limit()
     {
@@ -424,7 +480,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_that_the_program_took_is_neither_used_nor_closed_and_can_be_restored() {
+    fn a_number_that_the_program_took_is_neither_used_nor_closed_and_the_descriptor_can_be_restored() {
         let (zero, null) = (File::open("/dev/zero").unwrap(), File::open("/dev/null").unwrap());
         let reserved = ReservedFd::new(zero.try_clone().unwrap());
         let number = reserved.number();

@@ -16,15 +16,15 @@ use crate::cancellation;
 use crate::fault;
 use crate::reserved_fd::ReservedFd;
 
-/// The first read of a range of this length, aligned to it, uses `pread`. Cold bytes then arrive
-/// through the kernel's read-ahead instead of page faults, each of which would wait separately.
+/// Length of a granule. The first read of each granule of a segment uses `pread`. Cold bytes then
+/// arrive through the kernel's read-ahead. Page faults would wait for them one after another.
 const GRANULE_LEN: u64 = PAGE_BLOCK_SIZE_MIN;
 /// The maximum number of bytes to prefetch. The processor cannot wait for more cache lines at once,
 /// and fetches the bytes that follow by itself.
 const PREFETCH_LEN: u64 = 1024;
 const GRANULES: usize = (SEGMENT_WINDOW_LEN / GRANULE_LEN) as usize;
 
-/// Bytes of all segments that this process has mapped.
+/// Number of bytes that this process has mapped, over all segments.
 static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// The windows of one segment. A null pointer stands for a window that is not mapped yet.
@@ -33,10 +33,10 @@ pub(crate) struct SegmentMap {
 }
 
 struct Window {
-    /// Dropped before the mapping is.
+    /// Comes first, because it must be dropped before the mapping.
     mapped: fault::Mapped,
     map: MmapRaw,
-    /// One bit for each granule that was read.
+    /// One bit for each granule, set when the granule is first read.
     touched: [AtomicU64; GRANULES / 64],
 }
 
@@ -46,8 +46,8 @@ pub(crate) enum Copied {
     Yes,
     /// The range is not mapped or was not read before, or this thread blocks SIGBUS: use `pread`.
     No,
-    /// The copy met memory without bytes: in the segment, because the file system failed or the segment was given up, or at the
-    /// program's buffer.
+    /// The copy met memory without bytes, either in the segment, because the file system failed or the segment was discarded, or in
+    /// the program's buffer.
     Fault(fault::Fault),
 }
 
@@ -80,7 +80,7 @@ impl SegmentMap {
     }
 
     /// Returns the bytes of a range in place, if the range lies in one window that is not poisoned.
-    /// If the segment is given up later, or the drive fails, they turn into zeros.
+    /// If the segment is discarded later, or the drive fails, these bytes turn into zeros.
     pub(crate) fn view(&self, segment: &ReservedFd, offset: u64, len: u64) -> Option<&[u8]> {
         let within = offset % SEGMENT_WINDOW_LEN;
         if within + len > SEGMENT_WINDOW_LEN || len == 0 || fault::is_blocked_here() {
@@ -107,7 +107,7 @@ impl SegmentMap {
         asked == 0 && resident & 1 != 0
     }
 
-    /// Makes the processor fetch the start of a range that will be copied, if it is mapped.
+    /// Makes the processor fetch the start of a range that will be copied, if the range is mapped.
     pub(crate) fn prefetch(&self, offset: u64, len: u64) {
         let Some(window) = self.mapped(offset) else { return };
         let start = window.map.as_ptr().wrapping_add((offset % SEGMENT_WINDOW_LEN) as usize);
@@ -233,7 +233,7 @@ mod tests {
         file.set_len(SEGMENT_WINDOW_LEN + PAGE_SIZE).unwrap();
         file.write_all_at(&content, 0).unwrap();
         file.write_all_at(&content[..PAGE_SIZE as usize], SEGMENT_WINDOW_LEN).unwrap();
-        // From then on the zeros, which are still mapped, are shown to nobody, on any thread.
+        // From then on, the zeros are still mapped, but no thread is shown them.
         assert_eq!(view[PAGE_SIZE as usize], 0, "the zeros are still mapped");
         let mut buffer = vec![0; content.len()];
         std::thread::scope(|scope| {

@@ -1,12 +1,12 @@
-//! Sends and receives messages of the node's server, with their descriptors.
+//! Sends messages to the node's server, and receives its messages with the descriptors that they carry.
 //!
-//! Every wait is divided into polls. At each poll the client checks the server's heartbeat, and
-//! deadlines are counted in polls, so a process that was stopped does not find its deadlines
+//! Every wait is divided into polls. At each poll the client checks the server's heartbeat.
+//! Deadlines are counted in polls, so a process that was stopped does not find its deadlines
 //! expired when it continues.
 
 use std::fs::File;
-use std::io::{self, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,9 +16,9 @@ use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
 use nix::errno::Errno;
+use nix::libc;
 use nix::sys::socket::{
-    AddressFamily, ControlMessageOwned, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect, recv, recvmsg, send,
-    setsockopt, shutdown, socket, sockopt,
+    AddressFamily, MsgFlags, Shutdown, SockFlag, SockType, UnixAddr, connect, recv, send, setsockopt, shutdown, socket, sockopt,
 };
 use nix::sys::time::TimeVal;
 
@@ -26,9 +26,12 @@ use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::reserved_fd::ReservedFd;
 
-/// The maximum number of descriptors with one message: a catalog, locations, and one segment for
+/// The maximum number of descriptors that one message carries: a catalog, locations, and one segment for
 /// each drive.
 const DESCRIPTORS_MAX: usize = 2 + DRIVES_MAX;
+/// Length of the control data of a message with so many descriptors.
+// SAFETY: only computes a number.
+const CONTROL_LEN: usize = unsafe { libc::CMSG_SPACE((DESCRIPTORS_MAX * size_of::<RawFd>()) as u32) } as usize;
 
 /// A connection to the server.
 pub(crate) struct Socket {
@@ -100,7 +103,7 @@ impl Socket {
         self.stream.is_intact()
     }
 
-    /// From now on, a wait ends early if the server's heartbeat stands still for its timeout.
+    /// Makes all later waits end early if the server's heartbeat stands still for the heartbeat timeout.
     pub(crate) fn watch(&mut self, heartbeat: Arc<Heartbeat>) {
         self.heartbeat = Some(heartbeat);
     }
@@ -147,24 +150,45 @@ impl Socket {
     }
 
     fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
-        let mut space = nix::cmsg_space!([i32; DESCRIPTORS_MAX]);
         let stream = self.stream.get()?;
-        wait(self.timeouts, self.heartbeat.as_deref(), || {
-            let mut slices = [IoSliceMut::new(header)];
-            let flags = MsgFlags::MSG_CMSG_CLOEXEC;
-            let received = recvmsg::<()>(stream.as_raw_fd(), &mut slices, Some(&mut space), flags)?;
-            let mut files = Vec::new();
-            for control in received.cmsgs()? {
-                if let ControlMessageOwned::ScmRights(descriptors) = control {
-                    // SAFETY: the kernel has just made these descriptors for us; nothing else owns
-                    // them.
-                    files.extend(
-                        descriptors.into_iter().map(|descriptor| unsafe { File::from(OwnedFd::from_raw_fd(descriptor)) }),
-                    );
-                }
+        wait(self.timeouts, self.heartbeat.as_deref(), || receive_with_files(&stream, header))
+    }
+}
+
+/// Receives bytes, and the files that come with them.
+///
+/// # Errors
+///
+/// The error of the system call. EMFILE if this process has no numbers for all of the files; those that it got are closed.
+fn receive_with_files(stream: &File, bytes: &mut [u8]) -> nix::Result<(usize, Vec<File>)> {
+    // Words, because headers in the control data are aligned like words.
+    let mut control = [0_u64; CONTROL_LEN.div_ceil(size_of::<u64>())];
+    let mut part = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
+    // SAFETY: a header without name and data.
+    let mut header: libc::msghdr = unsafe { std::mem::zeroed() };
+    (header.msg_iov, header.msg_iovlen) = (&raw mut part, 1);
+    (header.msg_control, header.msg_controllen) = (control.as_mut_ptr().cast(), size_of_val(&control));
+    // SAFETY: the header refers to live buffers of the lengths that it says.
+    let received = Errno::result(unsafe { libc::recvmsg(stream.as_raw_fd(), &raw mut header, libc::MSG_CMSG_CLOEXEC) })?;
+    let mut files = Vec::new();
+    // SAFETY: the kernel has filled in the header and the control data, in which the macros stay. Each descriptor in the data is one
+    // that the kernel has just made for this process; nothing else owns it.
+    unsafe {
+        let mut at: *const libc::cmsghdr = libc::CMSG_FIRSTHDR(&raw const header);
+        while let Some(message) = at.as_ref() {
+            if (message.cmsg_level, message.cmsg_type) == (libc::SOL_SOCKET, libc::SCM_RIGHTS) {
+                let first = libc::CMSG_DATA(at).cast::<RawFd>();
+                let len = message.cmsg_len - libc::CMSG_LEN(0) as usize;
+                let numbers = (0..len / size_of::<RawFd>()).map(|number| first.add(number).read_unaligned());
+                files.extend(numbers.map(|number| File::from(OwnedFd::from_raw_fd(number))));
             }
-            Ok((received.bytes, files))
-        })
+            at = libc::CMSG_NXTHDR(&raw const header, at);
+        }
+    }
+    match header.msg_flags & libc::MSG_CTRUNC {
+        0 => Ok((received as usize, files)),
+        // There is room for all of a message's descriptors, so the numbers were too few.
+        _ => Err(Errno::EMFILE),
     }
 }
 
@@ -188,7 +212,7 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
         }
-        // Even a program that signals interrupt all the time must count its polls.
+        // Polls must be counted even if signals interrupt the program all the time.
         if poll_began.elapsed() < timeouts.shortest_poll_interval() {
             continue;
         }

@@ -1,5 +1,5 @@
-//! A number for each thread, without thread-local variables of Rust: their first use in a thread may allocate, which a signal
-//! handler must not do.
+//! Gives each thread a number without using Rust's thread-local variables: the first use of such a variable in a thread may
+//! allocate memory, which a signal handler must not do.
 
 /// Returns a number that no other running thread of this process has. After a fork, the child's
 /// thread has the number of the thread that forked.
@@ -7,7 +7,7 @@
 #[cfg(target_arch = "x86_64")]
 pub fn current() -> usize {
     let number;
-    // SAFETY: reads the first word of the thread's own block, which by the ABI is the block's address.
+    // SAFETY: reads the first word of the thread's control block. By the ABI, this word is the block's own address.
     unsafe { core::arch::asm!("mov {}, fs:0", out(reg) number, options(nostack, preserves_flags, pure, readonly)) };
     number
 }
@@ -17,11 +17,11 @@ pub fn current() -> usize {
 #[inline]
 #[cfg(not(target_arch = "x86_64"))]
 pub fn current() -> usize {
-    // SAFETY: libc returns the address of this thread's errno. It exists as long as the thread, and is not followed here.
+    // SAFETY: libc returns the address of this thread's errno. The address is not followed here.
     unsafe { nix::libc::__errno_location() }.addr()
 }
 
-/// Returns a number below `count`, a power of two above 1, which differs for most threads.
+/// Returns a number below `count` that differs between most threads. `count` must be a power of two above 1.
 #[inline]
 pub fn spread(count: usize) -> usize {
     // The addresses of several threads differ by about the length of a stack. The multiplication, by 2^64 divided by the golden

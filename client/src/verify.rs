@@ -1,4 +1,4 @@
-//! Verifies what is read against the checksums taken at stage-in, chunk by chunk. A reader reports
+//! Verifies the bytes of each chunk against the checksum taken at stage-in. A reader reports
 //! a bad copy to the server, and the server checks the copy, too. If the copy is bad, the server
 //! drops it and fetches the chunk from the chunk's owner, and the reader gets the fetched bytes.
 

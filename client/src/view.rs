@@ -25,7 +25,7 @@ pub enum ViewError {
     /// The path names nothing.
     #[error("no such file or directory")]
     NotFound,
-    /// A component on the way, or a last component that must be a directory, is not one.
+    /// A component before the last is not a directory, or the last component must be a directory and is not one.
     #[error("not a directory")]
     NotADirectory,
     /// A directory cannot be read as a file.
@@ -67,6 +67,7 @@ impl ViewError {
             Self::ReadOnly => libc::EROFS,
             Self::Client(ClientError::Path { errno, .. }) => *errno,
             Self::Client(ClientError::Buffer) => libc::EFAULT,
+            Self::Client(ClientError::Limit(error)) => error.raw_os_error().unwrap_or(libc::EIO),
             Self::Client(_) => libc::EIO,
         }
     }
@@ -92,7 +93,7 @@ pub struct Stat {
     pub permissions: u32,
     /// Size in bytes; for a symlink, the length of its target.
     pub size: u64,
-    /// Number of names; for a directory, its subdirectories plus two.
+    /// Number of names; for a directory, the number of its subdirectories plus two.
     pub links: u32,
     /// The file's number in the session, the same on all nodes.
     pub inode: u64,
@@ -169,7 +170,7 @@ impl View {
         }
     }
 
-    /// Returns the absolute path that `path` leads to, without symlinks and dots.
+    /// Returns the absolute path that `path` leads to, without symlinks and without `.` or `..`.
     ///
     /// # Errors
     ///
@@ -178,7 +179,7 @@ impl View {
         self.path_of(&self.resolve(path, true)?)
     }
 
-    /// Opens a path, a file for reading or a directory for listing.
+    /// Opens what a path names: a file for reading, or a directory for listing.
     ///
     /// # Errors
     ///
@@ -230,7 +231,7 @@ impl View {
         }
     }
 
-    /// Reads from an open file. The count is short only at the end of the file.
+    /// Reads from an open file. The count is less than the buffer's length only at the end of the file.
     ///
     /// # Errors
     ///
@@ -302,7 +303,7 @@ impl View {
         })
     }
 
-    /// Most paths are plain and name an entry of a dataset. For them, one lookup finds everything.
+    /// Looks a path up as it is written, in one step. This finds most paths, because they lead through no symlink, `.` or `..`.
     fn find_plain<'a>(&self, datasets: &'a [Arc<Dataset>], path: &[u8]) -> Option<(&'a Arc<Dataset>, Entry<'a>, Attributes)> {
         let below = self.below_prefix(path)?;
         let (dataset, within) = resolve::split(datasets, below.strip_prefix(b"/").unwrap_or(below))?;

@@ -4,7 +4,7 @@
 //! The parts, from the bottom up:
 //!
 //! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
-//! - [`placement`] decides which node owns a block, from nothing but a seed, a path and the members.
+//! - [`placement`] decides which node owns a block, and which nodes come next, from nothing but a seed, a path and the members.
 //! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
 //!   [`segment`] defines how they are packed there.
 //! - [`shared`] maps memory that several processes use; [`status_page`] defines what a server shows its clients
@@ -23,10 +23,10 @@
 //! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, Place, StoredBlock};
 //! use dayfly_meta::checksum::checksum;
 //! use dayfly_meta::id::{BlockId, NodeId};
-//! use dayfly_meta::placement::{self, Placement};
+//! use dayfly_meta::placement::{self, NodeSet, Placement};
 //!
 //! let nodes = [0, 1].map(|node| placement::Member { node: NodeId(node), capacity: 1 << 40 });
-//! let owner = Placement::new(7, &nodes).owner(b"train/cat.jpg", 0).expect("the ring has members");
+//! let owner = Placement::new(7, &nodes).owner(b"train/cat.jpg", 0, &NodeSet::new()).expect("no member is skipped");
 //!
 //! let source = Source {
 //!     path: b"/pfs/train.tar".to_vec(),

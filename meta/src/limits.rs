@@ -71,10 +71,19 @@ pub const NOTE_LEN_MAX: usize = 400;
 
 /// Nodes in a session. Catalogs name the owner of a block in 16 bits.
 pub const NODES_MAX: usize = 4096;
-/// Virtual nodes of a node with mean capacity. In a measurement with 4 equal nodes, the fullest
-/// node held 17 % more than the mean with 160 virtual nodes, 10 % more with 512, and 5 % more with
-/// 2,048.
-pub const VIRTUAL_NODES: usize = 2048;
+/// Virtual nodes on the placement ring for a member of mean capacity. More make the shares of small arcs more even and lookups
+/// slower.
+pub const VIRTUAL_NODES_PER_MEMBER: usize = 6;
+/// Virtual nodes on the placement ring for a member of little capacity. With fewer, some members' arcs are too short for their
+/// share.
+pub const VIRTUAL_NODES_PER_MEMBER_MIN: usize = 4;
+/// Virtual nodes on the placement ring of a session with few members.
+pub const VIRTUAL_NODES_MIN: usize = 4096;
+/// Points of the placement ring that a block looks at in a round.
+pub const PROBES: u32 = 16;
+/// Rounds in which a block looks for members on the placement ring. The members that it does not find follow in an order that the
+/// block's hash chooses.
+pub const PROBE_ROUNDS: u32 = 4;
 /// Datasets in a session. Each one costs every client a few descriptors.
 pub const DATASETS_MAX: usize = 1024;
 /// Drives (data dirs) of a node. A location names its drive in 8 bits.
@@ -393,5 +402,10 @@ const _: () = {
     assert!(UNIT_NAMES_LEN_MAX + UNIT_FILES_MAX * 128 <= MESSAGE_LEN_MAX, "a unit fits into a message");
     assert!(FORWARDED_STAGE_INS_MAX * 2 <= PEER_REQUESTS_MAX, "waiting for stage-ins leaves room for other requests");
     assert!(NODES_MAX <= u16::MAX as usize && DRIVES_MAX <= 254);
+    assert!(NODES_MAX.is_multiple_of(64), "a set of nodes fills its words");
+    assert!(
+        VIRTUAL_NODES_MIN + (VIRTUAL_NODES_PER_MEMBER + VIRTUAL_NODES_PER_MEMBER_MIN) * NODES_MAX <= 1 << 16,
+        "a placement ring is small, and weights of virtual nodes do not overflow"
+    );
     assert!(SEGMENT_WINDOW_LEN.is_multiple_of(BLOCK_SIZE_MAX) && SEGMENT_MAP_BYTES_MAX >= SEGMENT_WINDOW_LEN);
 };

@@ -6,6 +6,7 @@
 
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, START_TIMEOUT, TREE_WIDTH};
@@ -64,12 +65,22 @@ pub(crate) struct Membership {
     transport: Arc<dyn Transport>,
     store: Arc<Store>,
     blocking: Arc<dyn Blocking>,
+    /// Whether the nodes have agreed on a network, which is the last step of a session's start.
+    has_begun: AtomicBool,
     has_ended: watch::Sender<bool>,
 }
 
 impl Membership {
     pub(crate) fn new(peers: Arc<Peers>, transport: Arc<dyn Transport>, store: Arc<Store>, blocking: Arc<dyn Blocking>) -> Self {
-        Self { node: peers.own_node(), peers, transport, store, blocking, has_ended: watch::Sender::new(false) }
+        Self {
+            node: peers.own_node(),
+            peers,
+            transport,
+            store,
+            blocking,
+            has_begun: AtomicBool::new(false),
+            has_ended: watch::Sender::new(false),
+        }
     }
 
     /// Takes the roster, connects to peers, and makes the nodes below do the same. Returns one sentence for each pair of nodes
@@ -101,7 +112,13 @@ impl Membership {
     /// Uses the network that all nodes have agreed on, and makes the nodes below do the same.
     pub(crate) async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
         self.transport.agree(agreement.clone());
+        self.has_begun.store(true, Ordering::Release);
         self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)
+    }
+
+    /// Returns whether the session has begun on this node.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.has_begun.load(Ordering::Acquire)
     }
 
     async fn ask_below(&self, request: &AdministrationRequest) -> Result<Vec<AdministrationReply>, JoinError> {

@@ -319,6 +319,11 @@ impl Node {
         self.parts.membership.agree(agreement).await
     }
 
+    /// Returns whether the session has begun on this node: the nodes have met and agreed on a network.
+    pub fn has_begun(&self) -> bool {
+        self.parts.membership.has_begun()
+    }
+
     /// Waits until the session has ended on this node.
     pub async fn ended(&self) {
         self.parts.membership.ended().await;

@@ -109,7 +109,7 @@ impl NodeStageIns {
     /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
     pub(crate) async fn begin(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
         let stage_ins = self.clone();
-        // Creates files and builds the hash ring, so it must not run on a runtime thread.
+        // Creates files, so it must not run on a runtime thread.
         self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
         self.context.room.pause_caching();
         Ok(())

@@ -128,7 +128,7 @@ impl StatusReporter {
     }
 }
 
-/// Returns the share of all bytes that this node will read from its own drives once its caches are full, in thousandths.
+/// Predicts, in thousandths, what share of all bytes this node will read from its own drives once its caches are full.
 fn predicted_local_permille(datasets: &[Arc<Dataset>]) -> u64 {
     let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
     let local = |dataset: &Arc<Dataset>| {

@@ -7,8 +7,8 @@
 //! - The files below `pipeline/` read the different kinds of sources: ranges of plain tars
 //!   (`range`), the members of any tar (`archive`), parts of zips (`zip`), archives within archives
 //!   (`nested`), and files of directory trees (`read`).
-//! - Each sample goes through `shipping`: the sample's path places every block on the ring, and the
-//!   block's bytes are read straight into the open batch for the block's owner. Full batches go to
+//! - Each sample goes through `shipping`: the sample's path decides the owner of every block, and
+//!   the block's bytes are read straight into the open batch for its owner. Full batches go to
 //!   the [`Sink`].
 //! - Once all of a member's blocks are stored, the member goes to a sorted run ([`crate::runs`]),
 //!   with the numbers that the owners gave to the blocks.
@@ -34,7 +34,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::{Member, MemberKind};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::placement::Placement;
+use dayfly_meta::placement::{NodeSet, Placement};
 use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, Unit, UnitReport, Work};
 
@@ -54,7 +54,7 @@ const WITHDRAWN: u32 = u32::MAX;
 
 /// The facts that a worker needs about its stage-in.
 pub struct WorkerConfig<'a> {
-    /// The ring that decides which node owns a block.
+    /// Decides which node owns a block.
     pub placement: Arc<Placement>,
     /// Which members to take, and under which names.
     pub selection: &'a Selection,
@@ -70,8 +70,8 @@ pub struct WorkerConfig<'a> {
 pub struct Worker<S: Sink> {
     sink: S,
     placement: Arc<Placement>,
-    /// Nodes that had no room for a block. This worker has removed them from its ring.
-    full: Vec<NodeId>,
+    /// Nodes that had no room for a block. This worker gives their blocks to the next candidates.
+    full: NodeSet,
     /// Batches that are being filled, at most one per owner.
     open: BTreeMap<NodeId, Batch<S::Buffer>>,
     /// Members that are not in a run yet. Batches refer to them by index.
@@ -127,7 +127,7 @@ impl<S: Sink> Worker<S> {
         Ok(Self {
             sink,
             placement: config.placement,
-            full: Vec::new(),
+            full: NodeSet::new(),
             open: BTreeMap::new(),
             members: Vec::new(),
             members_len: 0,
@@ -135,7 +135,7 @@ impl<S: Sink> Worker<S> {
             selector: Selector::new(config.selection)?,
             selection: config.selection.clone(),
             // The placement hashes paths with `config.seed`. With the same seed here, each node
-            // would store its blocks in the order of the ring.
+            // would store its blocks in the order of the hashes that placed them there.
             seed: config.seed ^ 0x5eed_0f0f_da1f_1700,
             decoders: config.decoders,
             activity: monitor.new_activity(),

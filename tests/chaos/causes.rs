@@ -29,7 +29,8 @@ pub(crate) enum Cause {
     Busy,
 }
 
-/// The error of a drive, in our messages, and of any failed read, in those of `cat`.
+/// In Dayfly's messages, these words mean that a drive failed. In messages of `cat`, they stand for
+/// any failed read.
 const FAILED_IO: &str = "Input/output error";
 
 /// Maps words of a message to the cause that they name. The first matching row counts.
@@ -96,7 +97,7 @@ pub(crate) struct Interval {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Event {
     Fault(Fault),
-    /// A stage-in began that may replace this version.
+    /// A stage-in that may replace this version began.
     Replaced(Version),
 }
 

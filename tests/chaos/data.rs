@@ -12,8 +12,8 @@ use rand::{Rng, RngCore, SeedableRng};
 /// at a wrong offset never looks correct.
 const POOL_LEN: usize = 1_048_583;
 
-/// One version of one dataset. Its target is `/dayfly/t{tag}`, and all of its files lie in `g{generation}` there, so that a path
-/// alone determines a file's bytes, even while a dataset is being replaced.
+/// One version of one dataset. Its target is `/dayfly/t{tag}`, and all of its files lie in the folder `g{generation}` below the
+/// target, so that a path alone determines a file's bytes, even while a dataset is being replaced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Version {
     pub(crate) tag: u8,

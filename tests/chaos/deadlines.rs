@@ -41,7 +41,7 @@ pub(crate) fn of_command() -> Duration {
 
 /// Returns the time limit for a stage-in of a few MB, counted from the last disturbance.
 pub(crate) fn of_stage_in() -> Duration {
-    // Twice, because publishing may begin just before a node is lost.
+    // These deadlines count twice, because publishing may begin just before a node is lost.
     let deadlines = deadlines();
     (deadlines.offer + deadlines.peer_lost + deadlines.request) * 2 + deadlines.prepare / 10 + SLACK
 }
@@ -57,7 +57,7 @@ pub(crate) fn aftermath() -> Duration {
     (deadlines.peer_lost + deadlines.request + deadlines.redial) * 2 + SLACK / 5
 }
 
-/// Converts a time in the schedule, which is in permille of the deadline after which a peer is lost.
+/// Converts a time of the schedule to a duration. Times of the schedule are in permille of the deadline after which a peer is lost.
 pub(crate) fn of_schedule(permille: u32) -> Duration {
     deadlines().peer_lost * permille / 1000
 }

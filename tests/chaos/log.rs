@@ -31,7 +31,7 @@ impl Follower {
     /// Returns the lines that have been completed since the last call.
     pub(crate) fn read(&mut self, path: &Path) -> Vec<Line> {
         if self.file.is_none() {
-            // The reader may not have created it yet.
+            // The reader may not have created the log yet.
             self.file = File::open(path).ok();
         }
         let Some(file) = &mut self.file else { return Vec::new() };

@@ -75,7 +75,7 @@ impl Reader {
                 self.read_all(&view);
                 return;
             };
-            // One attachment is used for many operations, even after errors, because it must recover from them.
+            // One attachment is used for many operations, even after errors, because an attachment must recover from errors.
             for _ in 0..40 {
                 if self.task.stop.exists() || self.read(&view, interface).is_err() && view.session().is_gone() {
                     break;

@@ -33,7 +33,7 @@ impl Reader {
         command.args(["a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
         command.env(VARIABLE, serde_json::to_string(&task).unwrap()).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
         command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE");
-        // Give it a process group, so that its children are killed with it.
+        // Give the reader a process group, so that its children are killed with it.
         command.process_group(0);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&errors).unwrap());
         let child = command.spawn().unwrap();

@@ -23,8 +23,8 @@ use crate::readers::{self, Reader};
 use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
-/// The size of the file system that a run mounts as its data dir, if it can mount one. It has room for a few datasets and their
-/// cached copies, and little more.
+/// The size of the file system that a run mounts as its data dir, if it can mount one. The file system has room for a few datasets
+/// and their cached copies, and little more.
 const DRIVE_LEN: u64 = 640 << 20;
 
 /// Counts of a run that found no failure.
@@ -332,8 +332,8 @@ impl Run {
         failures
     }
 
-    /// Returns why an error is a failure, or `None` if it is not. It is a failure if its message names no cause, or if no event
-    /// of the run explains it.
+    /// Returns why an error is a failure, or `None` if the error is allowed. An error is a failure if its message names no cause,
+    /// or if no event of the run explains it.
     pub(crate) fn unexplained(
         &self,
         what: &str,
@@ -426,7 +426,8 @@ impl Run {
         }
     }
 
-    /// Runs a command and returns its output. It must finish in time; if it fails, an event of the run must explain its error.
+    /// Runs a command and returns its output. The command must finish in time; if it fails, an event of the run must explain its
+    /// error.
     pub(crate) fn command(&mut self, arguments: &[&str]) -> Result<String, String> {
         let mut command = self.cluster().dayfly();
         command.args(arguments).env("DAYFLY_SESSION", &self.cluster().id);

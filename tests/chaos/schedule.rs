@@ -59,13 +59,13 @@ pub(crate) enum Form {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Twist {
     None,
-    /// Its command gets SIGTERM after this time.
+    /// The command `stage-in` gets SIGTERM after this time.
     Interrupt(u32),
-    /// Its command gets SIGKILL after this time.
+    /// The command `stage-in` gets SIGKILL after this time.
     Kill(u32),
-    /// Its source is removed after this time.
+    /// The source is removed after this time.
     SourceVanishes(u32),
-    /// Its source is cut to half its length after this time.
+    /// The source is cut to half of its length after this time.
     SourceShrinks(u32),
 }
 

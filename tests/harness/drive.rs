@@ -48,7 +48,7 @@ impl ThinDrive {
 
     /// Writes back everything that can be written back.
     pub(crate) fn sync(&self) {
-        // The call fails if the drive does.
+        // The call fails if the drive fails.
         let _ = nix::unistd::syncfs(File::open(&self.mounted).unwrap());
     }
 }
@@ -76,12 +76,12 @@ fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     found.into_values().collect()
 }
 
-/// Returns the bytes that these files occupy.
+/// Returns the number of bytes that a process's unnamed files occupy below a folder.
 pub(crate) fn taken_by(pid: i32, folder: &Path) -> u64 {
     nameless_files(pid, folder).iter().map(|file| file.metadata().unwrap().blocks() * 512).sum()
 }
 
-/// Drops the pages of these files from the page cache, except for pages that have not been written back.
+/// Drops a process's unnamed files below a folder from the page cache, except for pages that have not been written back.
 pub(crate) fn evict(pid: i32, folder: &Path) {
     for file in nameless_files(pid, folder) {
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();

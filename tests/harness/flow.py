@@ -1,7 +1,8 @@
 """Makes one TCP connection between two servers dead: nothing sent to the dialing end arrives, acknowledgments included.
 
-Usage: flow.py PID PORT NUMBER. Of the connections that process PID has dialed to PORT, takes the one with index NUMBER in the order
-of their descriptors. Attaches a socket filter, which drops everything, to a copy of the descriptor. Neither end notices this.
+Usage: flow.py PID PORT NUMBER. Takes one of the connections that process PID has dialed to PORT: the one with index NUMBER, in
+the order of the descriptors. Attaches a socket filter, which drops everything, to a copy of the descriptor. Neither end notices
+this.
 """
 
 import ctypes

@@ -117,8 +117,8 @@ impl Inside {
         self.write_in("d", lens, 0)
     }
 
-    /// Writes such files into the folder `name`. The first file gets content number `first`, the next one number `first + 1`, and
-    /// so on.
+    /// Writes files with these lengths into the folder `name`. The first file gets content number `first`, the next one number
+    /// `first + 1`, and so on.
     pub(crate) fn write_in(&self, name: &str, lens: &[usize], first: usize) -> PathBuf {
         let folder = self.work.path().join(name);
         fs::create_dir_all(&folder).unwrap();
@@ -133,7 +133,8 @@ impl Inside {
         self.stage_over(source, false)
     }
 
-    /// Stages in a source at `/dayfly/d`. If `replace` is true, it may replace a dataset there.
+    /// Stages in a source at `/dayfly/d`. If `replace` is true, the stage-in may replace a dataset
+    /// there.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],

@@ -121,10 +121,20 @@ impl Ground {
 
     /// Asserts that no session has left a file or a folder.
     pub(crate) fn assert_clean(&self) {
-        for folder in [self.runtime.path(), self.data.path()] {
-            let left: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
-            assert!(left.is_empty(), "left behind: {left:?}");
-        }
+        let left = self.left_behind();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+
+    /// Waits until no file or folder of a session is left. Processes that end without a command clean up by themselves.
+    #[track_caller]
+    pub(crate) fn wait_until_clean(&self, what: &str) {
+        wait_until(what, || self.left_behind().is_empty());
+    }
+
+    fn left_behind(&self) -> Vec<PathBuf> {
+        let entries =
+            |folder: &TempDir| fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().path()).collect::<Vec<_>>();
+        [entries(&self.runtime), entries(&self.data)].concat()
     }
 }
 
@@ -242,6 +252,7 @@ pub(crate) fn wait_for(child: &mut Child, limit: Duration) -> Option<std::proces
     None
 }
 
+#[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !condition() {
@@ -261,7 +272,7 @@ pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
 }
 
 /// Copies a program that a test runs afterward. `cp` does the work, so that no other thread's child inherits a descriptor through
-/// which the copy can still be written: the kernel would then refuse to run it.
+/// which the copy can still be written: the kernel would then refuse to run the copy.
 pub(crate) fn copy_program(from: impl AsRef<Path>, to: impl AsRef<Path>) {
     tool("cp", &[from.as_ref().as_os_str(), to.as_ref().as_os_str()]);
 }

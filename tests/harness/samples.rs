@@ -20,7 +20,7 @@ pub(crate) fn content(number: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// Starts a session with the files `d/0`, `d/1` … of these lengths staged in.
+/// Starts a session, and stages in the files `d/0`, `d/1` … with these lengths.
 pub(crate) fn session(nodes: u16, options: &[&str], lens: &[usize]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();

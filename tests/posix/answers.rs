@@ -108,8 +108,8 @@ fn asynchronous_reads_by_a_locally_loaded_library_find_the_files() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A process that has set up an io_uring gets a kernel file for each file of at most 64 MiB that it opens; of a larger
-/// file it is told in one line that its ring cannot read it."
+/// SEMANTICS: "A process that has set up an io_uring gets a kernel file for each file of at most 64 MiB that it opens. For a larger
+/// file, the library prints a line that says that the ring cannot read the file."
 #[test]
 fn a_file_that_is_too_large_for_a_ring_causes_a_line() {
     let (twin, _) = twin(tree, |ground, _| program(ground));
@@ -120,8 +120,8 @@ fn a_file_that_is_too_large_for_a_ring_causes_a_line() {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "A program that is started without these variables, for example by env -i, finds nothing below the prefix, and
-/// nothing says so."
+/// SEMANTICS: "A program that is started without these variables, for example by env -i, finds nothing below the prefix, and no
+/// message says so."
 #[test]
 fn a_program_without_the_environment_finds_nothing() {
     let (twin, ()) = twin(tree, |_, _| ());
@@ -162,8 +162,7 @@ fn a_mapping_cannot_be_made_writable() {
     compare(&["maps"]);
 }
 
-/// SEMANTICS: "/dev/fd/N, and /proc/self/fd/N, /proc/PID/fd/N and the like for the process itself, lead to the file that is open at
-/// N."
+/// SEMANTICS: "/dev/fd/N, and the process's own /proc/self/fd/N, /proc/PID/fd/N and the like, lead to the file that is open at N."
 #[test]
 fn links_to_descriptors_lead_to_the_files() {
     compare(&["links"]);

@@ -7,8 +7,8 @@ use super::harness::twin::twin;
 use super::harness::{Ground, output_of, pack, text};
 use super::{compile, plainly, tree_for_calls};
 
-/// SEMANTICS: "A pointer that leads nowhere gives EFAULT, as from the kernel, for paths in the namespace and outside of it, and for
-/// what a call reads and writes. A read into a buffer that is cut off fills the part before that."
+/// SEMANTICS: "A pointer to unmapped memory gives EFAULT, as from the kernel. This holds for paths in the namespace and outside of
+/// it, and for all memory that a call reads or writes. If only the beginning of a buffer is mapped, a read fills that part."
 #[test]
 fn bad_pointers_give_what_they_give_on_a_plain_directory() {
     let outside = |ground: &Ground| {

@@ -1,6 +1,6 @@
 /* Calls at the edges of what is allowed: no free number, bad pointers, huge offsets, directories where a file is expected.
  *
- *   edges numbers|pointers|offsets|moves|arguments|directory_link|statx ROOT
+ *   edges numbers|pointers|offsets|moves|arguments|directory_link|links|programs|statx ROOT
  *
  * Prints the same for a plain directory as for the namespace, except for `statx`. */
 
@@ -400,6 +400,63 @@ static void directory_link(void) {
     puts(getcwd(bytes, sizeof bytes));
 }
 
+/* Links in /proc to descriptors of a symlink, a file and a directory, and questions about terminals. */
+static void links(void) {
+    char path[64], name[100];
+    int numbers[] = {open(at("link"), O_PATH | O_NOFOLLOW), open(at("folder"), O_PATH | O_NOFOLLOW),
+                     open(at("list"), O_RDONLY), open(at("sub"), O_RDONLY | O_DIRECTORY)};
+    int flags[] = {O_RDONLY, O_PATH, O_RDONLY | O_NOFOLLOW, O_PATH | O_NOFOLLOW, O_RDONLY | O_DIRECTORY, O_PATH | O_DIRECTORY};
+    for (int each = 0; each < 4; each++) {
+        printf("-- descriptor %d\n", each);
+        snprintf(path, sizeof path, "/proc/self/fd/%d", numbers[each]);
+        for (int flag = 0; flag < 6; flag++) {
+            struct stat s = {0};
+            int number;
+            SHOW(number = open(path, flags[flag]));
+            if (number >= 0) {
+                SHOW(fstat(number, &s));
+                printf("%o\n", s.st_mode & S_IFMT);
+                close(number);
+            }
+        }
+        strcat(path, "/f1");
+        SHOW(open(path, O_RDONLY) >= 0 ? 0 : -1);
+        SHOW(access(path, R_OK));
+        SHOW(isatty(numbers[each]));
+        SHOW(ttyname(numbers[each]) != NULL);
+        SHOW(ttyname_r(numbers[each], name, sizeof name));
+    }
+}
+
+/* The error of a program that cannot run, and where the search goes on. */
+static void programs(void) {
+    char *words[] = {"true", NULL}, search[9000];
+    SHOW(execv(at("sub"), words));
+    SHOW(execv(at("sub/f1"), words));
+    SHOW(execv(at("missing"), words));
+    SHOW(execv(at("list/x"), words));
+    char *names[] = {"sub", "deep", "f1", "missing", "true", "script"};
+    char *folders[][2] = {{"", "/bin"}, {"sub", ""}, {"missing", "sub"}};
+    for (int each = 0; each < 3; each++) {
+        snprintf(search, sizeof search, "%s:%s", at(folders[each][0]), each ? at(folders[each][1]) : folders[each][1]);
+        setenv("PATH", search, 1);
+        for (int name = 0; name < 6; name++) {
+            printf("-- %d %s\n", each, names[name]);
+            fflush(stdout);
+            pid_t child = fork();
+            if (child == 0) {
+                words[0] = names[name];
+                SHOW(execvp(names[name], words));
+                fflush(stdout);
+                _exit(9);
+            }
+            int status;
+            waitpid(child, &status, 0);
+            SHOW(status);
+        }
+    }
+}
+
 int main(int count, char **arguments) {
     if (count < 3)
         return 2;
@@ -419,6 +476,10 @@ int main(int count, char **arguments) {
         arguments_of_calls();
     if (!strcmp(arguments[1], "directory_link"))
         directory_link();
+    if (!strcmp(arguments[1], "links"))
+        links();
+    if (!strcmp(arguments[1], "programs"))
+        programs();
     if (!strcmp(arguments[1], "statx")) {
         struct statx x;
         unsigned masks[] = {0, STATX_SIZE, STATX_BASIC_STATS, STATX_ALL, 0x7fffffff};

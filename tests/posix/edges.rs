@@ -1,5 +1,6 @@
 //! Calls at the edges of what is allowed.
 
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
@@ -20,6 +21,7 @@ fn prints_the_same(mode: &str) {
     let tree = |root: &Path| {
         tree_for_calls(root);
         copy_program("/bin/true", root.join("program"));
+        symlink("sub", root.join("folder")).unwrap();
     };
     let (twin, expected) = twin(tree, run);
     assert!(expected.lines().count() > 20, "{expected}");
@@ -80,10 +82,20 @@ fn invalid_arguments_give_the_error_of_a_plain_directory() {
     prints_the_same("arguments");
 }
 
-/// SEMANTICS: "So do `/proc/self/cwd`, `/proc/PID/cwd` and the like for the process itself, to the working directory."
+/// SEMANTICS: "The process's own `/proc/self/cwd`, `/proc/PID/cwd` and the like lead to its working directory."
 #[test]
 fn the_link_to_the_working_directory_leads_into_the_namespace() {
     prints_the_same("directory_link");
+}
+
+#[test]
+fn links_to_descriptors_are_followed_only_as_far_as_the_kernel_follows_them() {
+    prints_the_same("links");
+}
+
+#[test]
+fn a_program_that_cannot_run_fails_as_in_a_plain_directory() {
+    prints_the_same("programs");
 }
 
 /// SEMANTICS: "there are no extended attributes and no file handles; statx gives the basic attributes, whatever its mask asks for;"

@@ -26,8 +26,8 @@ fn prints_the_same(command: &str) {
     twin.cluster.down();
 }
 
-/// SEMANTICS: "Not covered are new processes (fork, vfork, clone), handlers and masks of signals (rt_sigaction, rt_sigprocmask),
-/// and descriptors of other processes (pidfd_getfd)."
+/// SEMANTICS: "Calls by number are not covered if they start processes (fork, vfork, clone), set signal handlers or masks
+/// (rt_sigaction, rt_sigprocmask), or copy descriptors of other processes (pidfd_getfd)."
 #[test]
 fn system_calls_by_number_can_wait_and_list_and_send() {
     prints_the_same("numbers");
@@ -39,7 +39,7 @@ fn descriptors_in_constant_memory_are_sent() {
 }
 
 /// SEMANTICS: "A process that receives a directory's descriptor over a socket gets an empty directory that has been deleted."
-/// SEMANTICS: "Of a directory they fail with EISDIR, as elsewhere."
+/// SEMANTICS: "An asynchronous read of a directory fails with EISDIR, as elsewhere."
 #[test]
 fn a_directory_that_the_kernel_or_another_process_gets_is_a_directory() {
     prints_the_same("directories");

@@ -42,8 +42,8 @@ fn libraries(root: &Path) {
     );
 }
 
-/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need: those outside the namespace, and those
-/// in the namespace in folders that DT_RUNPATH or DT_RPATH names."
+/// SEMANTICS: "dlopen loads libraries of the namespace, and the libraries that these need, whether they are outside the namespace
+/// or in folders of the namespace that DT_RUNPATH or DT_RPATH names."
 #[test]
 fn dlopen_loads_libraries_from_the_namespace_as_from_a_plain_directory() {
     let outside = |folder: &Path| {
@@ -161,7 +161,7 @@ fn words_in(root: &Path) {
 }
 
 /// SEMANTICS: "Programs of musl and 32-bit programs run as they would without the library, without a message, and do not see the
-/// namespace. As CMD they cause a warning."
+/// namespace. Such a program as CMD causes a warning."
 #[test]
 fn programs_of_musl_and_32_bit_programs_run_as_without_the_library() {
     let (twin, ()) = twin(words_in, |_, _| ());

@@ -37,9 +37,9 @@ fn system_calls_by_number_see_the_namespace() {
     prints_the_same("calls");
 }
 
-/// SEMANTICS: "A number that the program closed by a system call of its own, which the library does not see, belongs to what the
-/// kernel has there. Every call notices that, except read, lseek, and the first four calls of fstat, isatty and posix_fadvise about
-/// a file."
+/// SEMANTICS: "If the program closes a descriptor by a system call of its own, which the library does not see, the descriptor's
+/// number then stands for whatever the kernel has there. Every call notices that, except read, lseek, and the first four calls of
+/// fstat, isatty and posix_fadvise about a file."
 #[test]
 fn a_number_closed_behind_the_library_s_back_belongs_to_the_kernel() {
     prints_the_same("reuse");
@@ -72,8 +72,8 @@ fn without_descriptors(how: &str, meanwhile: impl FnOnce(&Twin)) -> (String, Str
     (rest, failures)
 }
 
-/// SEMANTICS: "A descriptor of the library that the program closed by a system call of its own is opened again; where that is
-/// impossible, calls that need it fail with EIO."
+/// SEMANTICS: "If the program closes one of the library's descriptors by a system call of its own, the library opens it again;
+/// where that is impossible, calls that need it fail with EIO."
 #[test]
 fn a_program_that_closes_the_library_s_descriptors_gets_right_bytes_and_keeps_its_own_files() {
     // The program's own files come from `open`, `fopen`, and a system call that no library sees; in the last round, the program
@@ -88,7 +88,8 @@ fn a_program_that_closes_the_library_s_descriptors_gets_right_bytes_and_keeps_it
     }
 }
 
-/// SEMANTICS: "What the program has open at such a number is never used or closed by the library, also after the server has died."
+/// SEMANTICS: "If the program has opened a file at such a number, the library never uses or closes that file, not even after the
+/// server has died."
 #[test]
 fn after_the_server_died_a_program_without_the_library_s_descriptors_gets_no_wrong_bytes() {
     for how in ["0", "2"] {
@@ -100,7 +101,8 @@ fn after_the_server_died_a_program_without_the_library_s_descriptors_gets_no_wro
     }
 }
 
-/// SEMANTICS: "dup2 onto one of them moves it away (EBUSY if another thread uses it for a second)."
+/// SEMANTICS: "dup2 onto one of the library's own descriptors moves that descriptor to another
+/// number. If another thread keeps using the descriptor for a second, dup2 fails with EBUSY."
 #[test]
 fn the_library_s_descriptors_look_closed_and_give_way() {
     let run = |ground: &Ground, root: &Path| {

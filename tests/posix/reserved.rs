@@ -21,7 +21,7 @@ fn run(mode: &str) -> (String, Vec<String>) {
 }
 
 /// SEMANTICS: "The library's own descriptors have high numbers, and look closed to the program: every call of the C library or of
-/// syscall that names one is EBADF (poll says POLLNVAL), and the files of the namespace stay as they are."
+/// syscall that names one fails with EBADF (poll says POLLNVAL), and the files of the namespace stay as they are."
 #[test]
 fn no_call_reaches_the_library_s_descriptors() {
     let (expected, found) = run("closed");
@@ -32,8 +32,8 @@ fn no_call_reaches_the_library_s_descriptors() {
     }
 }
 
-/// SEMANTICS: "A low soft limit on descriptors is raised for the moment in which the library's own get their numbers, if the hard
-/// limit allows; otherwise they take some of the program's numbers."
+/// SEMANTICS: "If the soft limit on descriptors is low, the library raises it while its own descriptors get their numbers, if the
+/// hard limit allows that. Otherwise these descriptors take some of the program's numbers."
 #[test]
 fn a_low_limit_leaves_the_program_its_numbers() {
     let (expected, found) = run("low");

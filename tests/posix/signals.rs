@@ -65,7 +65,7 @@ impl Signals {
 }
 
 /// SEMANTICS: "Signal handlers may use the namespace: the functions that POSIX calls async-signal-safe stay so, even if a handler
-/// is the first to use it."
+/// is the first to use the namespace."
 #[test]
 fn handlers_that_interrupt_anything_read_correct_bytes_without_a_hang() {
     let seconds = std::env::var(STRESS_SECONDS).unwrap_or_else(|_| "3".to_owned());

@@ -1,5 +1,5 @@
-/* Makes a process attach to its session before its main function. LD_PRELOAD names it before the preload library, which is
- * therefore initialized first. */
+/* Makes a process attach to its session before its main function. LD_PRELOAD names this library before the preload
+ * library, so the preload library is initialized first. */
 
 #include <errno.h>
 #include <stdlib.h>

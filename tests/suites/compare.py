@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from session import PLAIN
 
-# How often a group of cases is repeated if its results differ: a case that fails now and then without the library proves nothing.
+# How many times a group of cases runs at most. It runs again if its results differ, because a case that sometimes fails without the
+# library proves nothing.
 REPEATS = 3
 
 
@@ -16,8 +17,9 @@ class Comparison:
         self.suite = suite
         self.expected = read_expected(expected)
         self.lock = threading.Lock()
-        # By way: the cases that ran, and those that differ, with both results and the output.
+        # For each way: the number of cases, the number that pass without the library, and the number that pass with it.
         self.counts = {}
+        # For each case that differs: the way, the case, and the reason why this is expected, or None.
         self.differences = []
 
     def run_all(self, groups, ways, run):
@@ -64,7 +66,7 @@ class Comparison:
         """Prints the totals. Returns whether every difference is in the list."""
         for way, (cases, plain, ours) in sorted(self.counts.items()):
             print(f"{self.suite} {way}: of {cases} cases {plain} pass without the library, {ours} with it", flush=True)
-        # A suite of which nothing passes has not been run properly.
+        # If no case passes even without the library, the suite was not run properly.
         is_sound = bool(self.counts) and all(plain > 0 for _, plain, _ in self.counts.values())
         return is_sound and all(reason for _, _, reason in self.differences)
 

@@ -1,6 +1,6 @@
-"""CPython's own tests of files, processes, signals, threads, sockets and asyncio, for the interpreter of Debian's package.
+"""Runs CPython's own tests of files, processes, signals, threads, sockets and asyncio, with the interpreter of Debian's package.
 
-`inside` imports the standard library, extension modules included, from the namespace.
+With the way `inside`, the interpreter imports the standard library, extension modules included, from the namespace.
 """
 
 import shutil
@@ -29,7 +29,7 @@ test_urllib test_urllib2_localnet test_uuid test_venv test_wait3 test_wait4 test
 """.split()
 
 SECONDS_MAX = 900
-# In some virtual machines, a connection to the host never comes: these tests hang without the library too.
+# In some virtual machines, a connection to the host is never established: these tests hang without the library too.
 IGNORED = ["*VSOCK*"]
 
 
@@ -67,7 +67,7 @@ def run(session, comparison):
 
 
 def results(module, report, status, output):
-    """Returns the result of each case; that of the module as a whole if it ended before it reported any."""
+    """Returns the result of each case, or the result of the whole module if it ended before it reported any case."""
     found = {}
     if report.exists():
         for case in ElementTree.parse(report).iter("testcase"):

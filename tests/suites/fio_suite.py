@@ -1,6 +1,6 @@
-"""fio's verification of what it reads, with each of its engines.
+"""Runs fio with each of its engines. fio verifies what it reads.
 
-fio writes a file with checksums outside the namespace, which becomes the tree; each engine then reads and verifies it.
+fio first writes a file with checksums outside the namespace. This file is staged in; each engine then reads and verifies it.
 """
 
 import shutil
@@ -27,7 +27,7 @@ def run(session, comparison):
 
     def case(group, way):
         engine, order = group.split("-")
-        # Other ways read a kernel file, while the library is loaded.
+        # The other ways read the plain copy of the file.
         file = session.tree(way) / "data"
         reading = ["fio", *JOB, f"--filename={file}", f"--rw={order}", f"--ioengine={engine}", "--readonly", "--verify_state_save=0"]
         status, output = session.run(way, reading, SECONDS_MAX, folder=session.work)

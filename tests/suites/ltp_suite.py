@@ -1,6 +1,7 @@
-"""The system call tests of the Linux Test Project: those that read, write, and start things, not those that change the machine.
+"""Runs system call tests of the Linux Test Project: those that read and write files or start programs.
 
-Each test runs in PID, mount, IPC and UTS namespaces of its own, so that it meets no other test and changes nothing here.
+Tests that change the machine are left out. Each test runs in PID, mount, IPC and UTS namespaces of its own, so that it does not
+affect other tests or this machine.
 """
 
 import os
@@ -54,7 +55,7 @@ def tests():
 
 
 def detach(work):
-    """Detaches the loop devices that a test has left behind because it was ended."""
+    """Detaches the loop devices that a test left behind because the test was killed."""
     listed = subprocess.run(["losetup", "-nO", "NAME,BACK-FILE"], capture_output=True, text=True, check=False).stdout
     for line in listed.splitlines():
         device, _, file = line.strip().partition(" ")
@@ -68,7 +69,7 @@ def run(session, comparison):
 
     def case(name, way):
         with tempfile.TemporaryDirectory(prefix="dfl", dir=session.work) as work:
-            # Some tests continue as another user.
+            # Some tests continue as another user, who must be able to use these folders.
             for folder in [session.work, Path(work)]:
                 folder.chmod(0o777)
             environment = {

@@ -1,7 +1,6 @@
-"""Node's own tests of files and child processes.
+"""Runs Node's own tests of files and child processes.
 
-`inside` runs the tests from the namespace: Node loads them, their modules and their fixtures from there. What they write is
-outside.
+With the way `inside`, Node loads the tests, their modules and their fixtures from the namespace. The tests write elsewhere.
 """
 
 import os

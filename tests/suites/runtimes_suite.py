@@ -1,6 +1,6 @@
-"""Other libraries that are preloaded, before ours and after it, and other runtimes: Java, and Go with cgo.
+"""Other preloaded libraries, before Dayfly's library and after it, and other runtimes: Java, and Go with cgo.
 
-A case passes if its programs succeed; its result contains a checksum of what they print, which must not change.
+A case passes if its programs succeed. Its result contains a checksum of what the programs print, because that must not change.
 """
 
 import hashlib

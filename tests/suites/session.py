@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 
-# The way without the library, with which the others are compared.
+# Without the library. The other ways are compared with this one.
 PLAIN = "plain"
 # With the library, in processes that never touch the namespace.
 IDLE = "idle"
@@ -88,7 +88,7 @@ class Session:
             except subprocess.TimeoutExpired:
                 return None, "timed out"
             finally:
-                # What the program left behind would disturb the next one.
+                # Processes that the program left behind would disturb the next program.
                 try:
                     os.killpg(child.pid, 9)
                 except ProcessLookupError:

@@ -24,18 +24,19 @@ pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
 /// An ad hoc distributed file system for deep-learning jobs.
 ///
-/// A session lives as long as its job. Its servers, one per node, hold a dataset unpacked on the
-/// nodes' local drives, and show it in one namespace. A whole job is one command:
+/// A session lives as long as its job. Its servers, one per node, store unpacked datasets on the
+/// nodes' local drives, and show them in one namespace. A single command runs a whole job:
 ///
 ///   dayfly run --stage-in 'train.tar:/dayfly/train' -- CMD
 ///
 /// CMD and all its children see a read-only namespace below /dayfly (or --prefix). The programs
-/// need no changes: a library that is loaded before the C library provides the namespace. It does
-/// not reach static programs, programs for musl, set-user-ID programs and raw system calls.
+/// need no changes: a library that is loaded before the C library provides the namespace. The
+/// library does not reach static programs, programs for musl, set-user-ID programs or raw system
+/// calls.
 ///
-/// Write a path in the namespace as programs see it, including the prefix (/dayfly/train). Any
-/// other path is that of a local file. Commands use the session that DAYFLY_SESSION names,
-/// otherwise your job's session, otherwise the only session that you run on this machine.
+/// Paths in the namespace are given as programs see them, including the prefix (/dayfly/train). Any
+/// other path names a local file. Commands use the session that DAYFLY_SESSION names, otherwise
+/// your job's session, otherwise the only session that you run on this machine.
 ///
 /// Exit status: 0 success; 1 failure; 2 wrong usage; 3 staged in, except for what --keep-going left
 /// out. `run` and `exec` exit with CMD's status, or with 125 if they themselves fail, 126 if CMD
@@ -145,7 +146,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_numbers_stage_ins_and_options_without_effect_are_refused_with_a_reason() {
+    fn invalid_arguments_and_options_without_effect_are_refused_with_a_reason() {
         let check = |line: &str, expect: Option<&str>| {
             let words = ["dayfly"].into_iter().chain(line.split(' ')).map(Into::into);
             let parsed = Arguments::parse_line(words).map_err(|error| error.to_string());

@@ -1,5 +1,5 @@
 //! Notices that this process was started with its standard output closed. Before `main`, Rust's
-//! runtime opens `/dev/null` in its place, so every write would seem to succeed.
+//! runtime opens `/dev/null` in place of a closed stream, so every write would seem to succeed.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};

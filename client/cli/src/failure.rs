@@ -26,9 +26,9 @@ use crate::closed_stdout;
 pub(crate) const FAILED: u8 = 1;
 /// The arguments are wrong (clap uses the same status).
 pub(crate) const USAGE: u8 = 2;
-/// With `--keep-going`: staged in, except for what could not be read.
+/// With `--keep-going`: the dataset is staged in, without the files that could not be read.
 pub(crate) const LEFT_OUT: u8 = 3;
-/// `exec` or `run` itself failed, before or after it ran CMD. `env` and `timeout` use the same
+/// `exec` or `run` itself failed, before or after it ran CMD. GNU `env` and `timeout` use the same
 /// status.
 pub(crate) const NOT_STARTED: u8 = 125;
 /// CMD was found but cannot be executed.
@@ -110,13 +110,13 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Returns a receiver of the launch crate's notices that prints them as complaints.
+/// Returns a handler that prints the launch crate's notices with [`complain`].
 pub(crate) fn notices() -> Notices {
     Notices::new(|notice| complain(notice))
 }
 
 /// Prints a line on standard error, beginning with `dayfly:`. The message is escaped, so it stays
-/// one line whatever names it contains, and loses the numbers of errors.
+/// on one line whatever names it contains. The operating system's error numbers are removed.
 pub(crate) fn complain(message: impl Display) {
     mention(format_args!("dayfly: {}", display(without_os_numbers(&message.to_string()).as_bytes())));
 }
@@ -148,7 +148,7 @@ const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 /// dropped, so that they do not delay the end of a session.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 
-/// Makes this process drop, from then on, messages that nobody reads.
+/// From now on, makes this process drop messages that nobody reads.
 pub(crate) fn end_soon() {
     IS_ENDING.store(true, Ordering::Relaxed);
 }
@@ -162,8 +162,8 @@ fn is_writable(stderr: &Stderr) -> bool {
 /// Reports what the argument parser returned: help on standard output, and errors on standard
 /// error.
 ///
-/// An error repeats the arguments as they were given. This escapes first each argument and then
-/// each line of the message, but keeps the line ends.
+/// An error message repeats arguments as the user gave them. This function escapes each argument,
+/// and then each line of the message, but keeps the line ends.
 pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failure> {
     if !error.use_stderr() {
         closed_stdout::check().and_then(|()| error.print()).map_err(name_stdout)?;
@@ -186,7 +186,7 @@ pub(crate) fn report_arguments(mut error: clap::Error) -> Result<ExitCode, Failu
     Ok(ExitCode::from(USAGE))
 }
 
-/// Standard output, with errors that name it.
+/// A writer to standard output, whose errors name standard output.
 pub(crate) struct Output(StdoutLock<'static>);
 
 pub(crate) fn output() -> Output {
@@ -215,8 +215,8 @@ fn name_stdout(error: io::Error) -> io::Error {
 /// The error of the first `print_line!` that failed.
 static OUTPUT_ERROR: Mutex<Option<io::Error>> = Mutex::new(None);
 
-/// Records that a `print_line!` failed, for the end of the command. A reader that has seen enough
-/// and closed the output is not a failure.
+/// Records that a `print_line!` failed, so that [`check_output`] can report it at the end of the
+/// command. A reader that has seen enough and closed the output is not a failure.
 pub(crate) fn record_output_error(error: io::Error) {
     if error.kind() != io::ErrorKind::BrokenPipe {
         OUTPUT_ERROR.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);

@@ -11,7 +11,8 @@ use dayfly_meta::path::display;
 
 use crate::failure::Failure;
 
-/// Finds the session to use: the one that `DAYFLY_SESSION` names, the job's, or the only one.
+/// Finds the session to use: the one that `DAYFLY_SESSION` names, otherwise the job's session,
+/// otherwise the only session.
 pub(crate) fn location() -> Result<SessionFolder, Failure> {
     Ok(locate::find(dayfly_launch::current_job().as_deref())?)
 }

@@ -1,8 +1,9 @@
 //! Finds the preload library, which shows the namespace to unchanged programs, and checks that it
 //! can be loaded.
 //!
-//! If a library is missing or broken, the loader skips it with at most a warning, and the program
-//! would then see no namespace. So this program tries to load it first.
+//! If the library is missing or broken, the dynamic loader skips it with at most a warning, and the
+//! user's program would see no namespace. So `dayfly` first tries to load the library into a
+//! process of its own.
 
 mod entry;
 
@@ -62,7 +63,8 @@ pub(crate) fn library() -> Result<Preload, Failure> {
     Err(Failure::new(format!("cannot load '{path}', without which CMD would not see the namespace: {reason}")))
 }
 
-/// Runs this program with an entry of `LD_PRELOAD`, and has it check whether the library is loaded. Returns why it is not.
+/// Runs `dayfly` with the given entry in `LD_PRELOAD`, to check that the loader loads the library. Returns the reason if the
+/// library is not loaded.
 fn try_to_load(program: &Path, entry: &OsStr) -> Result<Option<String>, Failure> {
     let mut trial = Command::new(program);
     trial.arg(TRIAL).env(VARIABLE, entry).env_remove(SESSION_VARIABLE).env_remove(PREFIX_VARIABLE);
@@ -81,13 +83,14 @@ pub(crate) fn is_loaded() -> bool {
 }
 
 impl Preload {
-    /// Returns the value of `LD_PRELOAD` that loads the library first, and then what the user asked
-    /// for.
+    /// Returns the value of `LD_PRELOAD` that loads the library first, and then the libraries that
+    /// the user named.
     pub(crate) fn value(&self) -> OsString {
         self.value_with(&self.entry)
     }
 
-    /// Returns the value for programs that handle `$` in their own way.
+    /// Returns the value of `LD_PRELOAD` with the library's plain path, for programs that interpret
+    /// `$` themselves.
     pub(crate) fn plain_value(&self) -> OsString {
         self.value_with(self.library.as_os_str())
     }
@@ -104,8 +107,8 @@ impl Preload {
     }
 }
 
-/// Returns why the library cannot be loaded into a program, in words that complete "is ...". `None` if it can, or if that is
-/// unknown.
+/// Returns why the library cannot be loaded into a program, in words that complete "is ...". Returns `None` if it can be loaded, or
+/// if that is unknown.
 pub(crate) fn unreachable(program: &OsStr) -> Option<&'static str> {
     let path = Path::new(program);
     let in_path =
@@ -133,7 +136,7 @@ fn reason_of(path: &Path) -> Option<&'static str> {
     let (table, len, count) = (number(32, 8)? as usize, number(54, 2)? as usize, number(56, 2)? as usize);
     for at in 0..count {
         let header = table.checked_add(at * len)?;
-        // Headers that are cut off count as an interpreter.
+        // If the headers go beyond the bytes read, the answer is unknown, so this returns `None`.
         if number(header, 4)? as u32 == INTERPRETER {
             let (offset, len) = (number(header.saturating_add(8), 8)? as usize, number(header.saturating_add(32), 8)? as usize);
             let interpreter = start.get(offset..offset.checked_add(len)?)?;

@@ -14,6 +14,7 @@ use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
 
+use crate::environment;
 use crate::fault::{Fault, answer};
 use crate::memory::{Errno, FromC};
 use crate::stat_form::kernel_form;
@@ -66,7 +67,7 @@ type SessionHandle = FromC<'static, *const View>;
 header! {
     fn dayfly_attach() -> *mut View {
         answer(|| {
-            let environment = Environment::read();
+            let environment = Environment::read(environment::variable);
             let location = environment.folder()?;
             let session = Session::attach_to(&location, environment.node(&location)?)?;
             Ok(new_handle(View::new(session)))

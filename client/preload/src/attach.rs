@@ -13,11 +13,13 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 use dayfly_client::locate::SessionFolder;
+use dayfly_client::reserved_fd::with_numbers;
 use dayfly_client::{Session, View, cancellation, fault as bus_error};
 use dayfly_meta::id::NodeId;
 
 use crate::fault::{Fault, complain, log};
 use crate::memory::FromC;
+use crate::next::early;
 use crate::setup::setup;
 use crate::{next, placeholder, table, vfork};
 
@@ -61,6 +63,9 @@ pub(crate) fn known_view() -> Option<&'static View> {
 #[cold]
 fn attach() -> Result<Attached, Fault> {
     let _deferral = cancellation::uninterrupted();
+    // Another thread may fork while this one attaches. What the child calls then must not wait for the dynamic linker's lock, which
+    // this thread may hold.
+    early::look_up_all();
     let environment = &setup().ok_or(libc::EIO)?.environment;
     let location = environment.folder()?;
     let node = environment.node(&location)?;
@@ -76,7 +81,7 @@ fn attach() -> Result<Attached, Fault> {
     }
     let session = Session::attach_to(&location, node)?;
     table::create()?;
-    match placeholder::open(&socket) {
+    match with_numbers(|| placeholder::open(&socket), |&errno| errno == libc::EMFILE) {
         Ok(()) => {}
         // The server has ended since we attached. ENOENT would say that the program's file does not exist.
         Err(libc::ENOENT) => return Err(no_server(&location, node)),

@@ -11,7 +11,7 @@ use dayfly_meta::path::display;
 use dayfly_meta::text::without_os_numbers;
 
 use crate::memory::{self, Errno, Failed};
-use crate::next;
+use crate::{environment, next};
 
 /// Why a call on the namespace has no result.
 pub(crate) enum Fault {
@@ -109,7 +109,7 @@ static IS_LOGGING: AtomicBool = AtomicBool::new(false);
 /// change of the environment.
 #[cfg_attr(test, allow(dead_code, reason = "a test has no start"))]
 pub(crate) fn read_environment() {
-    IS_LOGGING.store(std::env::var_os("DAYFLY_LOG").is_some_and(|value| !value.is_empty()), Ordering::Relaxed);
+    IS_LOGGING.store(environment::variable("DAYFLY_LOG").is_some_and(|value| !value.is_empty()), Ordering::Relaxed);
 }
 
 fn is_logging() -> bool {

@@ -88,8 +88,29 @@ static CHUNKS_USED: AtomicUsize = AtomicUsize::new(1);
 static FRESH: AtomicU64 = AtomicU64::new(FIRST_UNIT as u64);
 static FREE: [[List; CLASSES]; SHARDS] = [const { [const { List(AtomicU64::new(0)) }; CLASSES] }; SHARDS];
 
+/// A buffer for copying is never shorter than this, unless less was asked for.
+const BUFFER_LEN_MIN: usize = 4096;
+
 /// The allocator for all of this library's Rust code.
 pub(crate) struct Heap;
+
+/// Returns a buffer of `len` zeros for copying, or a shorter one if there is not enough memory. Programs limit their memory, and
+/// where the standard library cannot allocate, it ends the process.
+///
+/// # Errors
+///
+/// ENOMEM if there is not even memory for a short buffer.
+pub(crate) fn buffer(len: usize) -> Result<Vec<u8>, i32> {
+    let (mut bytes, mut len) = (Vec::new(), len);
+    while bytes.try_reserve_exact(len).is_err() {
+        if len <= BUFFER_LEN_MIN {
+            return Err(libc::ENOMEM);
+        }
+        len = (len / 4).max(BUFFER_LEN_MIN);
+    }
+    bytes.resize(len, 0);
+    Ok(bytes)
+}
 
 // SAFETY: `take` returns blocks that nobody else has, which are long enough and aligned to the lower of their length and a page;
 // what needs more gets pages of its own. Nothing here unwinds.
@@ -356,6 +377,13 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn a_buffer_that_does_not_fit_is_shorter() {
+        assert_eq!(buffer(0).map(|bytes| bytes.len()), Ok(0));
+        assert_eq!(buffer(100_000).map(|bytes| bytes.len()), Ok(100_000));
+        assert!(buffer(1 << 60).is_ok_and(|bytes| (BUFFER_LEN_MIN..1 << 48).contains(&bytes.len())));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use dayfly_client::{OpenFile, Stat, View};
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX};
 
 use crate::fault::Fault;
+use crate::heap::buffer;
 use crate::memory::{self, Errno};
 use crate::next;
 
@@ -81,10 +82,10 @@ fn times(stat: &Stat) -> Option<FileTimes> {
 /// Copies `len` bytes at offset `from` of a file to offset `at` of another.
 pub(crate) fn copy_range(view: &View, file: &OpenFile, from: u64, len: u64, to: &File, at: u64) -> Result<(), Fault> {
     const { assert!(CHUNK_LEN <= BLOCK_SIZE_MAX) };
-    let mut buffer = vec![0; len.min(CHUNK_LEN) as usize];
+    let mut buffer = buffer(len.min(CHUNK_LEN) as usize)?;
     let mut done = 0;
     while done < len {
-        let count = (len - done).min(CHUNK_LEN) as usize;
+        let count = (len - done).min(buffer.len() as u64) as usize;
         let count = view.read_at(file, from + done, &mut buffer[..count])?;
         if count == 0 {
             break;

@@ -13,7 +13,7 @@
 //! | `fault` | why a call fails, how C learns of it, the line on standard error |
 //! | `sanitizer` | options for AddressSanitizer |
 //! | `setup` | the session that the environment names |
-//! | `placeholder` | the kernel descriptor behind each of our numbers |
+//! | `placeholder` | the kernel descriptor that holds a number for each open file of the namespace |
 //! | `place` | what a descriptor opened with `O_PATH` stands for |
 //! | `vfork` | which process runs in this memory |
 //! | `offset`, `table` | open file descriptions, their offsets, and the numbers that name them |
@@ -54,6 +54,7 @@ mod calls;
 mod cwd;
 mod descriptor_link;
 mod elf;
+mod environment;
 mod exec_handoff;
 mod fault;
 mod heap;

@@ -11,7 +11,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::memory;
 use crate::setup::setup;
 
-/// Makes a directory, calls `work` with its path, and removes the directory. Tries one place after another until this succeeds.
+/// Makes a directory, calls `work` with its path, and removes the directory. Tries one parent folder after another until
+/// `work` returns a result.
 pub(crate) fn within<R>(work: impl Fn(&CStr) -> Option<R>) -> Option<R> {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
     let before = memory::errno();
@@ -32,7 +33,7 @@ pub(crate) fn within<R>(work: impl Fn(&CStr) -> Option<R>) -> Option<R> {
     done
 }
 
-/// Opens such a directory; `flags` are added to those of `open`.
+/// Opens an empty directory that no path leads to, with `O_DIRECTORY` and `flags`.
 pub(crate) fn open(flags: i32) -> Option<File> {
     within(|path| {
         let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));

@@ -294,7 +294,7 @@ fn move_to_shared_memory(moving: Vec<&Offset>) {
     release(page);
 }
 
-/// Drops a reference to a mapping, and unmaps it after the last.
+/// Drops one reference to a mapping. When no reference is left, the mapping is unmapped.
 fn release(page: *mut Page) {
     // SAFETY: made by `Box::into_raw` in `move_to_shared_memory`, and alive by the caller's reference.
     let is_last = unsafe { (*page).references.fetch_sub(1, Ordering::AcqRel) } == 1;

@@ -157,7 +157,10 @@ pub(crate) fn linked_directory(path: FromC<*const c_char>) -> Option<Vec<u8>> {
 }
 
 fn by_descriptor<'a>(number: RawFd, rest: &[u8]) -> Side<'a> {
-    let path = table::find(number).and_then(|description| path_of(&description));
+    // Nothing is below a symlink that was not followed. So the call goes to the kernel, which fails it, because the kernel has a
+    // placeholder at that number.
+    let found = table::find(number).filter(|open| rest.is_empty() || !open.is_symlink());
+    let path = found.and_then(|description| path_of(&description));
     path.map_or(Side::Kernel, |path| Side::Ours(Cow::Owned([&path, rest].concat())))
 }
 
@@ -246,7 +249,7 @@ mod tests {
     use super::*;
 
     fn setup() -> Setup {
-        let environment = dayfly_client::locate::Environment::read();
+        let environment = dayfly_client::locate::Environment::read(crate::environment::variable);
         Setup { prefix: c"/pfs/dayfly".to_owned(), last: c"dayfly".to_owned(), device: 0, environment, temporary: "/tmp".into() }
     }
 

@@ -31,7 +31,7 @@ static PLACEHOLDER: AtomicPtr<Placeholder> = AtomicPtr::new(null_mut());
 static IS_SUSPECT: AtomicBool = AtomicBool::new(false);
 /// Whether the last request for a new number failed because none was free.
 static ARE_SCARCE: AtomicBool = AtomicBool::new(false);
-/// The number at which the program closed the placeholder.
+/// The number that the placeholder had when the program closed it.
 static LOST: AtomicI32 = AtomicI32::new(-1);
 
 struct Placeholder {
@@ -173,7 +173,7 @@ pub(crate) fn note_given(number: RawFd) {
 
 /// Returns whether the kernel has a duplicate of the placeholder at a number.
 pub(crate) fn is_at(number: RawFd) -> bool {
-    // The flags come first, because they tell almost every other file apart, and the question never waits for a file system.
+    // The flags are checked first: they rule out almost every other file, and reading them never waits for a file system.
     if raw_call::flags(number).is_none_or(|flags| flags & FLAGS != FLAGS) {
         return false;
     }

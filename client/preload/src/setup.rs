@@ -5,13 +5,14 @@
 //!
 //! Without a session in the environment nothing is set up, and every hook passes every call on.
 
-use std::env;
 use std::ffi::{CString, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use dayfly_client::locate::{Environment, PREFIX_VARIABLE};
+
+use crate::environment;
 
 /// What the environment said when the process began.
 pub(crate) struct Setup {
@@ -36,7 +37,7 @@ pub(crate) fn read_environment() -> bool {
 
 fn read() -> Option<Setup> {
     let prefix = variable(PREFIX_VARIABLE)?.into_vec();
-    let environment = Environment::read();
+    let environment = Environment::read(environment::variable);
     let session = environment.session().as_bytes();
     if session.is_empty() {
         return None;
@@ -50,13 +51,13 @@ fn read() -> Option<Setup> {
         last: CString::new(&prefix[slash + 1..]).ok()?,
         device: libc::makedev(0, 0x8_0000 | (device as u32 & 0x7_ffff)),
         environment,
-        temporary: env::temp_dir(),
+        temporary: variable("TMPDIR").map_or_else(|| "/tmp".into(), PathBuf::from),
     })
 }
 
 /// Returns a variable of the environment, unless it is empty.
 pub(crate) fn variable(name: &str) -> Option<OsString> {
-    env::var_os(name).filter(|value| !value.is_empty())
+    environment::variable(name).filter(|value| !value.is_empty())
 }
 
 /// Returns what the environment said; `None` if this process is not part of a session.

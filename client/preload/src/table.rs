@@ -6,7 +6,7 @@
 //! - `descriptions`, by index: slots with a reference count and a generation. Each number holds one reference, and so does each
 //!   [`Reference`], which a call holds while it uses the description.
 //!
-//! A word contains its slot's generation, so a word that outlives its description never finds the slot's next one.
+//! A word contains its slot's generation, so a word that outlives its description never finds the next description in that slot.
 //!
 //! Everything is an atomic in memory that never moves. A lookup in `read` costs one load if the number is not ours. A fork copies
 //! the tables as they are. Neither a signal handler nor a thread that a fork left behind leaves anything locked.
@@ -67,8 +67,8 @@ const REFERENCES_MASK: u64 = (1 << 24) - 1;
 
 /// How often [`find_early`] believes the table. Python's `open` makes three such calls.
 const BELIEVED_MAX: u8 = 4;
-/// A value of [`Description::trust`]: the kernel had our placeholder at the number. The values up to [`BELIEVED_MAX`] count how
-/// often `find_early` has believed the table, while nobody has asked the kernel about the description's number.
+/// A value of [`Description::trust`]: the kernel had our placeholder at the number. As long as nobody has asked the kernel about the
+/// number, the value is lower, and counts how often `find_early` has believed the table.
 const CHECKED: u8 = BELIEVED_MAX + 1;
 /// A value of [`Description::trust`]: nobody can tell whether the number is ours or the program's, so reading fails.
 const LOST: u8 = BELIEVED_MAX + 2;
@@ -128,7 +128,8 @@ impl Description {
         }
     }
 
-    /// Returns the directory that the description leads to, open or as a place; ENOTDIR for everything else.
+    /// Returns the directory that the description stands for, whether the program opened it for reading or with `O_PATH`; ENOTDIR
+    /// for everything else.
     pub(crate) fn reached_directory(&self) -> Result<&Directory, Errno> {
         match &self.object {
             Object::Directory(directory) | Object::Place(Place::Directory(directory)) => Ok(directory),
@@ -136,7 +137,8 @@ impl Description {
         }
     }
 
-    /// Returns whether this stands for a symlink itself. The kernel answers calls about the symlink and calls with a path below it.
+    /// Returns whether this stands for a symlink itself. The library leaves calls about such a symlink, and calls with a path relative
+    /// to it, to the kernel.
     pub(crate) fn is_symlink(&self) -> bool {
         matches!(self.object, Object::Place(Place::Symlink(..)))
     }
@@ -176,7 +178,7 @@ pub(crate) fn create() -> Result<(), Errno> {
         return Ok(());
     }
     let layout = Layout::new::<Tables>();
-    // SAFETY: the layout has a length.
+    // SAFETY: the layout's size is not zero.
     let created = unsafe { alloc_zeroed(layout) }.cast::<Tables>();
     if created.is_null() {
         return Err(libc::ENOMEM);
@@ -353,8 +355,9 @@ fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
         open.trust.store(CHECKED, Ordering::Relaxed);
         return Some(open);
     }
-    // If the placeholder was another file when this number was created, the number has been wrong from the beginning. It may be
-    // ours or the program's, so neither our bytes nor the kernel's are right.
+    // Each of our numbers is created as a duplicate of the placeholder. If the program had put another file of its own in the
+    // placeholder's place by then, the number is a duplicate of that file. So nobody can tell whether the number is still ours or is
+    // now the program's, and neither our bytes nor the kernel's are certain to be right.
     if open.trust() != CHECKED && placeholder::is_suspect() {
         let before = memory::errno();
         let is_repaired = open.trust() != LOST && placeholder::repair(number);
@@ -362,7 +365,7 @@ fn confirmed(number: RawFd, word: u64) -> Option<Reference> {
         open.trust.store(if is_repaired { CHECKED } else { LOST }, Ordering::Relaxed);
         return Some(open);
     }
-    // Fails if another thread has closed the number, or named another description.
+    // Fails if another thread has closed the number, or has given it another description.
     if entry(number)?.compare_exchange(word, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
         drop_word(word);
     }

@@ -69,7 +69,7 @@ pub(crate) fn note_copy(child: i32, from: RawFd, to: RawFd) {
     let mut copies = COPIES.get();
     let source = source_in(&copies, child, from);
     let old = copies.iter().position(|copy| copy.child == child && copy.number == to);
-    // If there is none, takes an entry that is free, or that an earlier child left behind.
+    // If this child has no entry for `to` yet, it takes one that is free, or that an earlier child left behind.
     let entry = old.or_else(|| copies.iter().position(|copy| copy.child != child));
     if let Some(entry) = entry {
         copies[entry] = ChildCopy { child, number: to, source };

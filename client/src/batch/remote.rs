@@ -15,7 +15,7 @@ use crate::socket::Socket;
 /// The chunks that a batch needs from the server, each with the index of its sample.
 #[derive(Default)]
 pub(super) struct RemoteChunks {
-    /// Not requested yet, by dataset.
+    /// The chunks that were not requested yet, grouped by dataset.
     pub(super) waiting: BTreeMap<DatasetId, Vec<(usize, Chunk)>>,
     /// The chunks of the request in flight, in the order of the request; `None` for chunks that
     /// have been answered.
@@ -25,7 +25,8 @@ pub(super) struct RemoteChunks {
 }
 
 impl Batch<'_> {
-    /// Sends the next request, unless one is in flight. It names chunks of one dataset, as many as a message may name.
+    /// Sends the next request, if chunks are waiting. The request names as many chunks of one dataset as a message may name. No
+    /// other request may be in flight.
     pub(super) fn send_request(&mut self) -> Result<(), ClientError> {
         let Some(mut entry) = self.remote.waiting.first_entry() else { return Ok(()) };
         let dataset = *entry.key();
@@ -61,8 +62,8 @@ impl Batch<'_> {
         let Some(socket) = self.remote.socket.as_mut().filter(|_| self.remote.is_in_flight) else {
             return Err(ClientError::Protocol("no request is in flight"));
         };
-        // After a failure the request stays in flight. The connection is then closed with the batch, after its views, so that no
-        // later request mistakes a late answer for its own.
+        // After a failure the request stays in flight. When the batch is dropped, its views end and then the connection is
+        // closed, so that no later request mistakes a late answer for its own.
         let answer = receive_chunks(socket, self.remote.requested.len())?;
         let (is_held, is_last, is_empty) = (answer.is_held(self.session), answer.is_last, answer.is_empty());
         self.remote.is_in_flight = !is_last;
@@ -133,7 +134,7 @@ impl Batch<'_> {
         if is_recalled && self.process == std::process::id() { self.copy_and_release() } else { Ok(()) }
     }
 
-    /// Returns whether the lease still held when the sample was last looked at, which was before this call.
+    /// Returns whether the lease was still in force when the program last looked at the sample, which was before this call.
     pub(super) fn holds(&self, leased: &LeasedSample) -> bool {
         !self.is_broken && leased.chunk.is_held(self.session)
     }

@@ -1,6 +1,5 @@
 //! The session that a process was started in, as its environment names it.
 
-use std::env;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -8,7 +7,7 @@ use std::path::PathBuf;
 use dayfly_meta::id::{NodeId, SessionId};
 
 use super::names::names_in;
-use super::{NODE_VARIABLE, SESSION_VARIABLE, SessionFolder, runtime_base, runtime_dir_in};
+use super::{NODE_VARIABLE, RUNTIME_DIR_VARIABLE, SESSION_VARIABLE, SessionFolder, runtime_base_in, runtime_dir_in};
 use crate::ClientError;
 use crate::privacy::check_private;
 
@@ -17,17 +16,18 @@ use crate::privacy::check_private;
 pub struct Environment {
     /// The session's id; empty if the variable is missing.
     session: OsString,
-    /// The node; `None` if the variable is missing or no number.
+    /// The node; `None` if the variable is missing or is not a number.
     node: Option<NodeId>,
     /// The folder that contains one folder for each user.
     base: PathBuf,
 }
 
 impl Environment {
-    /// Reads the variables of the environment as they are now.
-    pub fn read() -> Self {
-        let node = env::var(NODE_VARIABLE).ok().and_then(|node| node.parse().ok()).map(NodeId);
-        Self { session: env::var_os(SESSION_VARIABLE).unwrap_or_default(), node, base: runtime_base() }
+    /// Reads the variables of the environment as they are now. `variable` returns a variable's value.
+    pub fn read(variable: impl Fn(&str) -> Option<OsString>) -> Self {
+        let node = variable(NODE_VARIABLE).and_then(|node| node.to_str()?.parse().ok()).map(NodeId);
+        let session = variable(SESSION_VARIABLE).unwrap_or_default();
+        Self { session, node, base: runtime_base_in(variable(RUNTIME_DIR_VARIABLE)) }
     }
 
     /// Returns the session's id as the environment has it; empty if the environment names no session.
@@ -35,8 +35,8 @@ impl Environment {
         &self.session
     }
 
-    /// Returns the folder of the session, without checking that the session is alive. For processes that were started as part of
-    /// it.
+    /// Returns the folder of the session, without checking that the session is alive. Meant for processes that were started as
+    /// part of the session.
     ///
     /// # Errors
     ///
@@ -45,7 +45,8 @@ impl Environment {
         let name = self.session.to_str().unwrap_or_default();
         let unknown = || ClientError::Unknown { name: name.to_owned(), running: Vec::new() };
         let session: SessionId = name.parse().map_err(|_| unknown())?;
-        // Only the session's own folder must be private. In a container, the folder above may have been created for the occasion.
+        // Only the session's own folder must be private. In a container, the folder above it may have been created as a mount
+        // point.
         let folder = runtime_dir_in(&self.base).join(name);
         if folder.is_dir() {
             check_private(&folder)?;
@@ -60,8 +61,8 @@ impl Environment {
         found.map(|folder| SessionFolder { session, folder }).ok_or_else(unknown)
     }
 
-    /// Returns the node that the environment names, without checking that it is alive; otherwise the lowest live node of the
-    /// session.
+    /// Returns the node that the environment names, without checking that it is alive. If the environment names none, returns the
+    /// session's lowest live node on this machine.
     ///
     /// # Errors
     ///

@@ -1,5 +1,5 @@
-//! The names in a directory, read without a directory stream of the C library, which allocates by way of `malloc`: a process may
-//! look for its session in a signal handler that has interrupted `malloc`.
+//! Reads the names in a directory without the C library's directory streams, which call `malloc`: a process may look for its
+//! session in a signal handler that has interrupted `malloc`.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -20,7 +20,8 @@ pub(super) fn names_in(folder: &Path) -> io::Result<Vec<OsString>> {
     let mut buffer = vec![0_u8; 32 << 10];
     let mut names = Vec::new();
     loop {
-        // SAFETY: an open descriptor and a live buffer with its length. The C library has a function for this call only since 2.30.
+        // SAFETY: an open descriptor and a live buffer with its length. Calls the kernel directly, because glibc has a function for
+        // this only since version 2.30.
         let got = unsafe { libc::syscall(libc::SYS_getdents64, directory.as_raw_fd(), buffer.as_mut_ptr(), buffer.len()) };
         let mut records = &buffer[..usize::try_from(got).map_err(|_| io::Error::last_os_error())?];
         if records.is_empty() {

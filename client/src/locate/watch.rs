@@ -57,13 +57,13 @@ impl Watch {
         self.held.iter().find(|held| held.is_gone()).map(|held| &*held.path)
     }
 
-    /// Updates the times of the folders and of everything in them, for cleaners that remove old
-    /// files from folders such as `/tmp`.
+    /// Updates the times of the folders and of everything in them, so that programs that remove old
+    /// files from folders such as `/tmp` leave them alone.
     pub fn touch(&self) {
         for folder in &self.folders {
             let content = fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
             for path in content.chain([folder.clone()]) {
-                // A file whose times cannot be updated is at worst removed, and that is noticed.
+                // At worst, a file whose times cannot be updated is removed, which `gone` notices.
                 let _ = utimensat(AT_FDCWD, &path, &TimeSpec::UTIME_NOW, &TimeSpec::UTIME_NOW, UtimensatFlags::NoFollowSymlink);
             }
         }

@@ -11,7 +11,7 @@ use super::resolve::ResolvedPath;
 use super::{FileKind, Stat, View, ViewError, entry, inode, kind_of};
 use crate::Dataset;
 
-/// What an opened path turned out to name.
+/// The file or the directory that an opened path names.
 pub enum Opened {
     /// The path names a sample.
     File(OpenFile),
@@ -25,8 +25,8 @@ pub struct OpenFile {
     entry: EntryId,
     pub(super) sample: SampleId,
     stat: Stat,
-    /// The last chunk whose checksum was correct: its block and, in the lower 16 bits, its index;
-    /// plus one, so that 0 means none.
+    /// The last chunk whose checksum was correct, packed into a number: the block in the upper bits,
+    /// the chunk's index in the lower 16 bits. One is added, so that 0 means that there is none.
     pub(super) verified: AtomicU64,
 }
 
@@ -141,7 +141,7 @@ impl Directory {
                 // A program can seek beyond the last entry.
                 let from = u32::try_from(from).ok()?.max(id.0 + 1);
                 let found = dataset.catalog().children(&directory, Some(EntryId(from))).next()?;
-                // A damaged catalog must not make the walk go backward.
+                // A damaged catalog must not make the listing go backward.
                 let (kind, next) = (kind_of(found.kind), u64::from(found.next.0.max(from + 1)));
                 Some(DirectoryEntry { name: found.name, kind, inode: inode(dataset, &found), next })
             }

@@ -1,5 +1,5 @@
-//! Resolves a path to what it names. Usually this takes one lookup in one catalog. Only if that
-//! fails or ends at a symlink is the path walked name by name, as a kernel would do.
+//! Resolves a path to what it names. Usually this takes one lookup in one catalog. If that lookup
+//! fails or ends at a symlink, the path is walked name by name, as a kernel would do.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub(super) enum ResolvedPath {
 }
 
 impl View {
-    /// Returns the part of an absolute path below the prefix; `None` if it is not in the namespace.
+    /// Returns the part of an absolute path below the prefix; `None` if the path is not in the namespace.
     pub(super) fn below_prefix<'a>(&self, path: &'a [u8]) -> Option<&'a [u8]> {
         let rest = path.strip_prefix(self.root())?;
         (rest.is_empty() || rest.starts_with(b"/")).then_some(rest)
@@ -35,8 +35,8 @@ impl View {
         self.session.prefix().strip_suffix(b"/").unwrap_or(self.session.prefix())
     }
 
-    /// Resolves a path. A symlink at its end is followed if `follow` is set or a slash comes after
-    /// it.
+    /// Resolves a path. A symlink at the end of the path is followed if `follow` is set or if a
+    /// slash comes after the symlink.
     pub(super) fn resolve(&self, path: &[u8], follow: bool) -> Result<ResolvedPath, ViewError> {
         if path.len() > PATH_LEN_MAX {
             return Err(ViewError::TooLong);
@@ -124,12 +124,12 @@ fn outside(reached: &[u8], waiting: VecDeque<Vec<u8>>, wants_directory: bool) ->
     ViewError::Outside(path)
 }
 
-/// Returns whether a path can only name a directory.
+/// Returns whether a path ends with `/` or `/.`, so that it can only name a directory.
 fn must_be_directory(path: &[u8]) -> bool {
     path.ends_with(b"/") || path.ends_with(b"/.")
 }
 
-/// Returns the dataset that contains a normal path below the prefix, and the path within it.
+/// Returns the dataset that contains a path below the prefix, and the path within that dataset. `.` and `..` are not resolved.
 pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Option<(&'a Arc<Dataset>, &'b [u8])> {
     datasets.iter().find_map(|dataset| {
         let target = dataset.target();
@@ -141,7 +141,7 @@ pub(super) fn split<'a, 'b>(datasets: &'a [Arc<Dataset>], path: &'b [u8]) -> Opt
     })
 }
 
-/// Returns what a normal path below the prefix names, with no symlink followed.
+/// Returns what a path below the prefix names. Symlinks, `.` and `..` are not resolved.
 fn find(datasets: &[Arc<Dataset>], path: &[u8]) -> Option<ResolvedPath> {
     if let Some((dataset, within)) = split(datasets, path) {
         return dataset.catalog().find(within).map(|entry| ResolvedPath::Entry(dataset.clone(), entry.id));

@@ -431,15 +431,15 @@ async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver
     // while this process is stopped, so the lease does not run out then.
     let lease_ticks = (lease.as_millis() / lease_interval.as_millis()) as u64;
     let mut ticks_left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease_ticks);
-    let mut has_begun = false;
-    let parting = |has_begun: bool, cause: &'static str| if has_begun { Parting::Lost(cause) } else { Parting::Ended(cause) };
+    // The supervisor's messages do not decide this: if the supervisor is killed, those that have not been read may be lost.
+    let parting = |cause: &'static str| if server.has_begun() { Parting::Lost(cause) } else { Parting::Ended(cause) };
     loop {
         let answer = tokio::select! {
             instruction = instructions.recv() => match instruction {
-                None => return parting(has_begun, "the supervisor is gone"),
+                None => return parting("the supervisor is gone"),
                 Some(FromSupervisor::End) => return Parting::Ended("the supervisor ended it"),
                 Some(FromSupervisor::Renew) => {
-                    (ticks_left, has_begun) = (lease_ticks, true);
+                    ticks_left = lease_ticks;
                     continue;
                 }
                 Some(FromSupervisor::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
@@ -454,14 +454,14 @@ async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver
             },
             _ = ticks.tick() => {
                 if ticks_left == 0 {
-                    return parting(has_begun, "no heartbeat came from the supervisor");
+                    return parting("no heartbeat came from the supervisor");
                 }
                 ticks_left -= 1;
                 FromServer::Alive
             }
         };
         if send(sender, &answer).await.is_err() {
-            return parting(has_begun, "the supervisor accepts no messages");
+            return parting("the supervisor accepts no messages");
         }
     }
 }

@@ -24,8 +24,8 @@ use crate::tcp::{Identity, Purpose, Tcp};
 
 const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A service whose answer depends on the message. A pull is answered alternately with bytes from a file and from memory. `"file"`
-/// is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, and `"no"` with a refusal.
+/// A service whose answer depends on the message. The pieces of an answer to a pull come alternately from a file and from memory.
+/// `"file"` is answered with bytes of the file only, `"broken"` with every fourth piece from an unreadable file, and `"no"` with a refusal.
 /// `"wait"` is never answered. Offers are taken, except for `"full"`.
 pub(crate) struct Echo {
     file: Arc<File>,
@@ -322,8 +322,8 @@ async fn ten_thousand_half_open_connections_delay_no_member() {
     assert!(grown < 64 << 20, "{grown}");
 }
 
-/// Random bytes from strangers get no answer, cause no panic, and do not block the listener. Only a recorded first message gets an
-/// answer.
+/// Random bytes from strangers get no answer, cause no panic, and do not block the listener. The only message that gets
+/// an answer is a member's first message of a handshake, recorded and sent again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fuzzed_handshakes_never_succeed() {
     use tokio::io::{AsyncReadExt, AsyncWriteExt};

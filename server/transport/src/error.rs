@@ -69,7 +69,7 @@ pub enum TransportError {
 /// A refusal of one request, with its reason as text. A [`Service`](crate::Service) returns it in place of an answer, and the
 /// asker gets it in [`TransportError::Refused`](crate::TransportError::Refused).
 ///
-/// Only the text crosses the wire. Rejections that the asker should tell apart are answers of the service's own protocol; a
+/// Only the text crosses the wire. Rejections that the asker should tell from each other are answers of the service's own protocol; a
 /// refusal is for requests that cannot be answered in that protocol at all.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]

@@ -81,7 +81,12 @@ impl Dataset {
         for sample in (0..self.catalog.header().samples).map(SampleId) {
             let path = self.catalog.placed_path(sample).unwrap();
             for (part, block) in (0..).zip(self.catalog.sample(sample).unwrap().1) {
-                assert_eq!(self.catalog.owner(BlockId(block)), placement.owner(&path, part), "{}", display(&path));
+                assert_eq!(
+                    self.catalog.owner(BlockId(block)),
+                    placement.owner(&path, part, &dayfly_meta::placement::NodeSet::new()),
+                    "{}",
+                    display(&path)
+                );
             }
         }
     }

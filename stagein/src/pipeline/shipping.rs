@@ -1,12 +1,11 @@
 //! Cuts samples into blocks, places the blocks, and ships them.
 //!
 //! Blocks that fit in a batch share batches; a larger block first gets room at its owner and is
-//! then sent in pieces. A full owner is removed from this worker's ring, and blocks for that owner
-//! go to the next node on the ring. Blocks of a batch that comes back are placed again one by one,
-//! since the next node can differ from block to block.
+//! then sent in pieces. This worker skips an owner that is full, and the owner's blocks go to their
+//! next candidates. Blocks of a batch that comes back are placed again one by one, since the next
+//! candidate differs from block to block.
 
 use std::io::{self, Read};
-use std::sync::Arc;
 use std::time::Instant;
 
 use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
@@ -104,7 +103,7 @@ impl<S: Sink> Worker<S> {
             if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
-            self.mark_full(owner);
+            self.full.insert(owner);
         };
         let mut chunk_checksum = 0;
         let mut offset = 0;
@@ -129,7 +128,7 @@ impl<S: Sink> Worker<S> {
 
     fn owner(&self, index: usize, part: u32) -> Result<NodeId, StageInError> {
         let path = &self.members[index].path;
-        let owner = self.placement.owner(self.group(path), part);
+        let owner = self.placement.owner(self.group(path), part, &self.full);
         owner.ok_or_else(|| {
             let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
             StageInError::NoRoom { sample: display(path), size }
@@ -273,14 +272,14 @@ impl<S: Sink> Worker<S> {
             }
             Delivery::Full(node, batch) => (node, batch),
         };
-        self.mark_full(node);
+        self.full.insert(node);
         // Shipping the blocks again needs a buffer from the sink. The batch is therefore copied out
         // of its own buffer: otherwise the waiting batches could hold all of the sink's buffers.
         self.returned.push_back(batch.to_owned());
         Ok(())
     }
 
-    /// Places the blocks of returned batches on the next nodes of the ring.
+    /// Places the blocks of returned batches on their next candidates.
     pub(super) fn place_returned(&mut self) -> Result<(), StageInError> {
         while let Some(batch) = self.returned.pop_front() {
             if self.monitor.is_cancelled() {
@@ -297,12 +296,5 @@ impl<S: Sink> Worker<S> {
             }
         }
         Ok(())
-    }
-
-    fn mark_full(&mut self, node: NodeId) {
-        if !self.full.contains(&node) {
-            self.full.push(node);
-            self.placement = Arc::new(self.placement.without(&[node]));
-        }
     }
 }

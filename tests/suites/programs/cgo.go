@@ -1,4 +1,4 @@
-// Reads a file by C's functions in Go's threads, beside Go's runtime. Arguments: a file, and its length.
+// Reads a file with C functions, on threads of the Go runtime. The argument is the file.
 package main
 
 /*

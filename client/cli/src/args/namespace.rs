@@ -45,7 +45,7 @@ pub(crate) struct CatArguments {
     pub(crate) paths: Vec<OsString>,
 }
 
-/// Copy out of the namespace, with permissions, times, symbolic links and hard links.
+/// Copy files out of the namespace, with permissions, times, symbolic links and hard links.
 ///
 /// An existing file is replaced once its copy is complete. If the target is a device or FIFO, the
 /// content is written into it, and its permissions stay as they are.
@@ -121,14 +121,16 @@ pub(crate) struct StatusArguments {
 ///
 /// 'reads/s', 'bytes/s': what processes read. The next four columns say from where, in percent of
 /// the bytes: 'own', this node's segment; 'cached', its copy of a block that another node owns;
-/// 'arena', fetched ahead or by another process; 'asked', fetched while the reader waited.
+/// 'arena', chunks that were fetched ahead or by another process; 'asked', chunks that were fetched
+/// while the reader waited.
 ///
-/// 'remote/s': bytes that arrived from other nodes, asked for or fetched ahead. 'wait p50/p99': how
-/// long half of all requests to other nodes took at most, and 99 % of them.
+/// 'remote/s': bytes that arrived from other nodes, asked for or fetched ahead. 'wait p50/p99': the
+/// time within which half of all requests to other nodes were answered, and the time for 99 % of
+/// them.
 ///
-/// 'prefetch': samples that had arrived before they were read ('hit'), that had not ('late'), and
-/// that were never read ('lost'). 'ahead': how far the node fetches ahead of its readers.
-/// 'queued': requests that wait for space in the arena.
+/// 'prefetch': samples that arrived before they were read ('hit'), that arrived too late ('late'),
+/// and that were prefetched but never read ('lost'). 'ahead': how far the node fetches ahead of its
+/// readers. 'queued': requests that wait for space in the arena.
 #[derive(Args)]
 pub(crate) struct TopArguments {
     /// Seconds between two screens.

@@ -290,15 +290,15 @@ pub(crate) struct EnvArguments {
 
 /// Check whether nodes, and the network between them, have what a session needs.
 ///
-/// Each finding is ok, slow or missing, and comes with advice. RDMA is tested with a real
-/// transfer. Exit status: 0, or 1 if something is missing that every session needs, or the device
-/// named with --rdma-device.
+/// Each finding is ok, slow or missing, and comes with advice. RDMA is tested with a real transfer.
+/// The exit status is 1 if something is missing that every session needs or that --rdma-device
+/// names; otherwise it is 0.
 ///
 /// Examples: dayfly doctor; dayfly doctor --hosts n1,n2,n3
 #[derive(Args, Clone)]
 pub(crate) struct DoctorArguments {
-    /// Check these hosts, by running 'dayfly doctor' on each, and the network between each pair. A
-    /// list such as n[1-3,7],m01 works. If there are more than 8 hosts, check each host only with
+    /// Run 'dayfly doctor' on each of these hosts, and check the network between each pair of them.
+    /// A list such as n[1-3,7],m01 works. If there are more than 8 hosts, check each host only with
     /// the next one.
     #[arg(long, value_name = "HOST,...")]
     pub(crate) hosts: Vec<String>,
@@ -323,16 +323,16 @@ pub(crate) struct DoctorArguments {
 }
 
 /// Run the server of a node. Normally 'dayfly up' starts servers; you need this only with a
-/// workload manager that it does not know.
+/// workload manager that 'dayfly up' does not know.
 ///
 /// In that case 'dayfly up --launcher manual --nodes N --key-file FILE' waits for N servers, which
-/// you start with the same --key-file. They end with the session, or with the supervisor.
+/// you start with the same --key-file. The servers end when the session or the supervisor ends.
 #[derive(Args)]
 pub(crate) struct ServeArguments {
     /// The file that 'dayfly up' wrote for its servers, or '-' for standard input.
     #[arg(long, value_name = "FILE", default_value = "-")]
     pub(crate) key_file: PathBuf,
-    /// Where 'dayfly up' listens, if servers cannot reach it at the addresses in its file.
+    /// Where 'dayfly up' listens, if servers cannot reach it at the addresses in the key file.
     #[arg(long, value_name = "HOST:PORT")]
     pub(crate) rendezvous: Option<String>,
 }

@@ -11,7 +11,7 @@ use crate::size;
 /// Stage sources into the namespace, as one dataset at TARGET.
 ///
 /// A source is a file, a glob, a directory, or @LIST: a file that names one source per line,
-/// relative to its own folder. Sources are placed as cp would place them: a single directory
+/// relative to the list's folder. Sources are placed as cp would place them: a single directory
 /// becomes TARGET; several directories, and all files, go into TARGET under their names. A tar
 /// archive (plain or compressed with gzip, zstd, xz, bzip2 or lz4, detected by its content) and a
 /// zip (named .zip, .whl, .egg, .jar or .cbz) are unpacked into TARGET.
@@ -57,8 +57,8 @@ pub(crate) struct StageInOptions {
     pub(crate) nested: bool,
     /// Give files that belong together one owner, and store them side by side.
     ///
-    /// With 'stem', files of one directory whose names differ only after their last dot (k.jpg,
-    /// k.json) form one sample.
+    /// With 'stem', files of one directory belong together if their names differ only after the
+    /// last dot (k.jpg, k.json).
     #[arg(long, value_name = "BY")]
     pub(crate) group: Option<Group>,
     /// What to do if several sources of one glob or @LIST contain the same path with different
@@ -68,8 +68,8 @@ pub(crate) struct StageInOptions {
     /// Maximum number of directories in the dataset. [default: 1 million, plus 4 for each file]
     #[arg(long, value_name = "N", value_parser = number::<u64>(0..=u64::MAX))]
     pub(crate) max_directories: Option<u64>,
-    /// Unpack each archive into a directory of its own, which is named after it without the
-    /// extension.
+    /// Unpack each archive into a directory of its own, which is named after the archive, without
+    /// the extension.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) prefix_by_source: bool,
     /// Leave out and list whatever cannot be read, instead of failing.

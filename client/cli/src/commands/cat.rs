@@ -32,7 +32,7 @@ pub(super) fn run(arguments: CatArguments) -> Result<ExitCode, Failure> {
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
-/// The side of a copy that failed.
+/// Says which side of a copy failed.
 pub(super) enum CopyError {
     Read(ViewError),
     Write(io::Error),

@@ -173,14 +173,14 @@ fn is_written_in_place(found: &Metadata) -> bool {
     !(found.is_file() || found.is_dir() || found.is_symlink())
 }
 
-/// Makes a file under a temporary name, and renames it to `to` once it is complete. A failure
-/// leaves the old file, and no partial file that could be mistaken for the whole.
+/// Makes a file under a temporary name, and renames it to `to` once it is complete. After a
+/// failure, the old file is unchanged, and no partial file could be mistaken for a complete one.
 fn replace(to: &Path, make: impl Fn(&Path) -> io::Result<()>) -> io::Result<()> {
     let mut number = 0;
     loop {
         let temporary = to.with_file_name(format!(".dayfly-cp-{}-{number}", std::process::id()));
         match make(&temporary) {
-            // A killed process with this process's id has left the file.
+            // An earlier process with the same id was killed and left the file.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
             made => {
                 let renamed = made.and_then(|()| fs::rename(&temporary, to));

@@ -50,8 +50,8 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Waits for the supervisor, if it is on this machine. It removes the session's folder once all
-/// servers have ended.
+/// Waits for the supervisor, if it is on this machine. The supervisor removes the session's folder
+/// once all servers have ended.
 ///
 /// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of
 /// `run` then ends its command too.
@@ -147,9 +147,9 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Asks one server to end. If `but` is given, the server also ends all other nodes except those
-/// listed there. Returns how many nodes ended, the bytes that they freed, and a message for each
-/// node that could not be reached.
+/// Asks one server to end. If `but` is given, the server also ends all other nodes except those in
+/// `but`. Returns how many nodes ended, the bytes that they freed, and a message for each node that
+/// could not be reached.
 fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
     let mut ended = (0, 0, Vec::new());

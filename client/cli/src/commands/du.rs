@@ -44,12 +44,12 @@ struct OpenDirectory {
     path: Vec<u8>,
     /// The sum so far.
     bytes: u64,
-    /// Paths in it that are not counted yet.
+    /// Paths in the directory that are not counted yet.
     rest: std::vec::IntoIter<Vec<u8>>,
 }
 
-/// Appends the sum of each directory after the sums of those below it. A file that has several
-/// names counts once.
+/// Appends the sum of each directory to `sums`, after the sums of the directories below it. A file
+/// that has several names counts once.
 fn measure(view: &View, path: &[u8], sums: &mut Vec<(Vec<u8>, u64)>) -> Result<(), ViewError> {
     let mut seen = HashSet::new();
     let stat = view.lstat(path)?;

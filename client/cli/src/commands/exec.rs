@@ -34,7 +34,7 @@ pub(super) fn print(arguments: EnvArguments) -> Result<ExitCode, Failure> {
 }
 
 /// Returns the program to start and its arguments. A program in the namespace is started through
-/// `env`, because this process does not see the namespace.
+/// the system's `env`, because this process does not see the namespace.
 pub(super) fn split(command: &[OsString], variables: &[(String, OsString)]) -> Result<(OsString, Vec<OsString>), Failure> {
     let (program, rest) = command.split_first().ok_or_else(|| Failure::usage("no command was given"))?;
     let prefix = variables.iter().find(|(name, _)| name == PREFIX_VARIABLE).map(|(_, prefix)| Path::new(prefix));
@@ -72,8 +72,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let preload = preload::library()?;
-    // The variable is set only if needed, because CMD may start processes on other machines, which
-    // have other nodes.
+    // `DAYFLY_NODE` is set only if this machine has several nodes, because CMD may start processes
+    // on other machines, which have other nodes.
     let is_one_of_many = location.live_nodes().len() > 1;
     let mut variables: Vec<(&str, OsString)> = vec![
         (SESSION_VARIABLE, location.session.to_string().into()),
@@ -87,7 +87,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
         variables.push((RUNTIME_DIR_VARIABLE, std::path::absolute(folder)?.into()));
     }
     let inside = |(name, value): &(&str, OsString)| {
-        // A container has only what is bound into it, and its shell may expand what the loader should.
+        // A container has only the files that are bound into it, so a path with `$PLATFORM` may not exist there. Also, the
+        // container's shell may expand the `$`, which is meant for the loader.
         let value = if *name == preload::VARIABLE { preload.plain_value() } else { value.clone() };
         CONTAINERS.map(|program| (format!("{program}ENV_{name}"), value.clone()))
     };
@@ -96,8 +97,8 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
     Ok(variables.into_iter().map(|(name, value)| (name.to_owned(), value)).chain(for_containers).collect())
 }
 
-/// Returns the PATH for finding CMD. It begins with this program's folder. If PATH is not set, it
-/// continues with the folders that the C library searches.
+/// Returns the PATH for finding CMD. It begins with this program's folder, and continues with the
+/// PATH of this process or, if PATH is not set, with the folders that the C library searches.
 pub(super) fn search_path() -> io::Result<OsString> {
     let mut path = env::current_exe()?.parent().map_or_else(OsString::new, |folder| folder.as_os_str().to_owned());
     let rest = env::var_os("PATH").unwrap_or_else(|| "/bin:/usr/bin".into());

@@ -64,7 +64,8 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
                 });
                 tokio::select! {
                     staged = staging => if let Err(failure) = staged.map_err(Failure::new)? {
-                        // If it failed because the session is lost, report the loss instead.
+                        // If the stage-in failed because the session is lost, report the loss
+                        // instead.
                         let reason = timeout(LOSS_TIMEOUT, &mut loss).await;
                         return Err(own(reason.map_or(failure, Failure::new)));
                     },
@@ -113,7 +114,8 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[SourceAndTar
     };
     for SourceAndTarget { source, target } in stage_ins {
         let path = stage_in::absolute(source).map_err(own)?;
-        // Node 0 reads the sources. If it is another machine, it may see other files.
+        // Node 0 reads the sources. If node 0 is another machine, it may see other files, so
+        // nothing is checked here.
         if plan.has_node_0_here() {
             preflight::check_sources(&[path], target, &selection).map_err(|error| own(error.into()))?;
         }
@@ -121,8 +123,8 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[SourceAndTar
     Ok(())
 }
 
-/// Checks that CMD exists and can be executed. A CMD in the namespace is known only after the
-/// stage-in.
+/// Checks that CMD exists and can be executed. A CMD in the namespace cannot be checked, because it
+/// exists only after the stage-in.
 fn check_command(command: &[OsString], prefix: &[u8]) -> Result<(), Failure> {
     let program = command.first().ok_or_else(|| Failure::usage("no command was given"))?;
     if exec::is_in_namespace(program, Path::new(OsStr::from_bytes(prefix))) {
@@ -149,7 +151,7 @@ async fn run_command(
         tokio::select! {
             status = child.wait() => return Ok(shell_status(status.map_err(own)?)),
             number = interruptions.next_of_all() => match number {
-                // A scheduler or a user sends these to CMD; they mean nothing here.
+                // A scheduler or a user means these for CMD; they mean nothing to `dayfly run`.
                 number if number == Signal::SIGUSR1 as i32 || number == Signal::SIGUSR2 as i32 => forward(&child, number),
                 number => break number,
             },
@@ -160,8 +162,8 @@ async fn run_command(
         }
     };
     end_soon();
-    // A terminal sends these two to its whole foreground process group, so CMD has already received
-    // them.
+    // A terminal sends SIGINT and SIGQUIT to its whole foreground process group, so CMD has already
+    // received them.
     if !(number == Signal::SIGINT as i32 || number == Signal::SIGQUIT as i32) || !is_in_foreground() {
         forward(&child, number);
     }

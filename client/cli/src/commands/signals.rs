@@ -43,7 +43,7 @@ impl Interruptions {
         self.last
     }
 
-    /// Returns the exit status that shells report for a process ended by the last signal.
+    /// Returns the exit status that shells report for a process that the last signal ended.
     pub(super) fn status(&self) -> u8 {
         128 + self.last as u8
     }

@@ -42,7 +42,8 @@ pub(super) fn run(arguments: StageInArguments) -> Result<ExitCode, Failure> {
     let status = runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
         let progress = ProgressDisplay::default();
-        // Begun here, so that an interruption before the session answers is reported too.
+        // The display begins here, so that an interruption before the session answers is reported
+        // too.
         progress.begin(Reporter::new(arguments.json, &target.to_string_lossy(), &arguments.options));
         let shared = progress.clone();
         let staging = tokio::task::spawn_blocking(move || {
@@ -153,7 +154,8 @@ pub(super) fn perform(
         (Some(_), _) => ALL_EXIT_TIMEOUT,
         // The answer came from the coordinator itself.
         (None, NodeId(0)) => Duration::ZERO,
-        // The coordinator on node 0 may have ended first.
+        // The reason may be that node 0's server has ended and that this node's server is about to
+        // end.
         (None, _) => FIRST_EXIT_TIMEOUT,
     };
     let failure = lost.or(failure);
@@ -172,8 +174,8 @@ pub(super) fn perform(
     }
 }
 
-/// Checks that the report can be written once the dataset is staged in. This process does not see the
-/// namespace, so it would write a report there into the directory that the namespace covers.
+/// Checks that the report can be written once the dataset is staged in. This process does not see the namespace: a report with a
+/// path in the namespace would go into the local directory that the namespace covers.
 fn check_report(report: &Path, session: &Session) -> Result<(), Failure> {
     if std::path::absolute(report)?.starts_with(OsStr::from_bytes(session.prefix())) {
         return Err(Failure::usage(format!(

@@ -28,8 +28,9 @@ pub(super) fn protect_key() {
 pub(super) fn start_log(filter: Option<&str>) {
     let filter = filter.and_then(|filter| filter.parse().ok()).unwrap_or_else(|| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false);
-    // A line that cannot be written is lost. By default the subscriber would report that on
-    // standard error, which is the same full log, and panic.
+    // A line that cannot be written is lost. By default, the subscriber would report the loss on
+    // standard error, which is the same log. That report would fail too, and this process would
+    // panic.
     log.log_internal_errors(false).init();
 }
 

@@ -31,7 +31,7 @@ pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Checks that the memory wanted for prefetching is not larger than any server's arena.
+/// Checks that the memory wanted for prefetching fits into the smallest arena of all servers.
 fn check_prefetch_memory(wanted: u64) -> Result<(), Failure> {
     let (_, status) = query::status()?;
     let arenas = status.nodes.iter().filter_map(|node| node.status.as_ref().ok()).map(|node| node.arena_bytes);

@@ -23,8 +23,8 @@ pub(super) fn run(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     if arguments.foreground || arguments.background { supervise(arguments) } else { start_supervisor() }
 }
 
-/// Starts the supervisor with this process's arguments, and passes its messages on until the
-/// session is up.
+/// Starts the supervisor with this process's arguments, and prints the supervisor's messages until
+/// the session is up.
 fn start_supervisor() -> Result<ExitCode, Failure> {
     let mut supervisor = Command::new(env::current_exe()?);
     supervisor.args(env::args_os().skip(1)).arg("--background");
@@ -70,7 +70,8 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
             return Ok(ExitCode::from(interruptions.status()));
         };
         if arguments.background {
-            // The parent exits once it has the id. If it is gone already, the write below fails.
+            // The parent exits once it has the id. If the parent has already exited, the write
+            // below fails.
             set_pdeathsig(None).map_err(io::Error::from)?;
             // This process must not keep the working directory's file system busy. Relative paths
             // have been resolved by now.
@@ -110,7 +111,7 @@ fn id_not_printed(error: &io::Error) -> Failure {
     Failure::new(format!("the session was ended because its id cannot be printed to standard output: {error}"))
 }
 
-/// Redirects this process's output, which nobody reads from then on, to a log in the session's
+/// Redirects this process's output, which nobody reads from now on, to a log in the session's
 /// folder.
 fn redirect_to_log(session: &RunningSession) -> io::Result<()> {
     let path = session.location().folder.join("supervisor.log");

@@ -1,5 +1,5 @@
 //! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A
-//! bad cached block is replaced on the way.
+//! bad cached block is replaced when it is found.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
@@ -153,7 +153,7 @@ impl Checker<'_> {
     }
 
     /// Chooses the node that reads a block if each block is read only once: never the owner, unless
-    /// it is the only node.
+    /// the owner is the only node.
     fn reader_of(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
         let owner = dataset.catalog().owner(block)?;
         let others: Vec<NodeId> = self.nodes.iter().copied().filter(|&node| node != owner).collect();
@@ -161,8 +161,8 @@ impl Checker<'_> {
     }
 }
 
-/// Returns the part of a dataset that lies below a path in the namespace, or `None` if there is
-/// none.
+/// Returns the part of a dataset that lies below a path in the namespace, or `None` if the path
+/// excludes all of the dataset.
 fn part_of(dataset: &Dataset, below: &[u8]) -> Option<Vec<u8>> {
     let (mut target, mut wanted) = (components(dataset.target()), components(below));
     loop {

@@ -1,13 +1,16 @@
-//! How `LD_PRELOAD` names the library, so that only programs that can load it try to.
+//! Chooses how `LD_PRELOAD` names the library, so that programs that cannot load the library do not
+//! try to.
 //!
-//! Every dynamically linked program reads the variable, whatever its C library. musl's loader would load the library and fail,
-//! and the program would not start. The loader of 32-bit programs prints a line of error. So the path contains `$PLATFORM`:
+//! Every dynamically linked program reads the variable, whatever its C library. musl's loader would try to load the library and
+//! fail, and the program would not start. The loader of 32-bit programs would print an error. So the path contains `$PLATFORM`:
 //!
-//! - glibc's loader replaces it by the name of the processor, under which [`folder`] has the library;
-//! - the loader of 32-bit programs replaces it by another name, under which there is an empty 32-bit library;
-//! - musl's loader replaces nothing and finds nothing, which it does not report.
+//! - glibc's loader replaces `$PLATFORM` with the name of the processor, and the folder of that name contains a link to the
+//!   library;
+//! - the loader of 32-bit programs replaces `$PLATFORM` with another name, and the folder of that name contains an empty 32-bit
+//!   library;
+//! - musl's loader replaces nothing, finds no file, and reports no error.
 //!
-//! Where the folder cannot be created, the path contains `$LIB` instead, which musl's loader does not know either.
+//! If these folders cannot be created, the path contains `$LIB` instead, which musl's loader does not know either.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -15,30 +18,32 @@ use std::io;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// The folder next to the library.
+/// The folder, next to the library, that contains one folder for each value of `$PLATFORM`.
 const FOLDER: &str = "dayfly-preload";
 
-/// What glibc's loader replaces `$PLATFORM` by on processors that run 64-bit programs. Some versions name newer processors.
+/// The values that glibc's loader gives `$PLATFORM` in 64-bit programs. Some versions of glibc have special names for newer
+/// processors.
 #[cfg(target_arch = "x86_64")]
 const PLATFORMS: [&str; 3] = ["x86_64", "haswell", "xeon_phi"];
 #[cfg(target_arch = "aarch64")]
 const PLATFORMS: [&str; 1] = ["aarch64"];
-/// And in 32-bit programs.
+/// The values of `$PLATFORM` in 32-bit programs.
 #[cfg(target_arch = "x86_64")]
 const SMALL_PLATFORMS: [&str; 4] = ["i386", "i486", "i586", "i686"];
 #[cfg(target_arch = "aarch64")]
 const SMALL_PLATFORMS: [&str; 0] = [];
 
-/// Returns the ways to name a library in `LD_PRELOAD`, the best first. The last one is its plain path.
+/// Returns the ways to name a library in `LD_PRELOAD`, the best first. The last one is the library's plain path.
 pub(super) fn entries(library: &Path) -> Vec<OsString> {
-    // Whatever `/$LIB` leads to, four steps up from there is the root.
+    // The root is its own parent, so four steps up from `/$LIB` lead to the root, whatever `$LIB`
+    // stands for.
     let mut by_lib = OsString::from("/$LIB/../../../..");
     by_lib.push(library);
     let by_platform = folder(library).ok().map(|folder| folder.join("$PLATFORM").join(super::NAME).into_os_string());
     by_platform.into_iter().chain([by_lib, library.into()]).collect()
 }
 
-/// Creates the folder, as far as it does not exist.
+/// Creates the folder and everything in it that does not exist yet.
 fn folder(library: &Path) -> io::Result<PathBuf> {
     let folder = library.with_file_name(FOLDER);
     for platform in PLATFORMS {
@@ -52,7 +57,8 @@ fn folder(library: &Path) -> io::Result<PathBuf> {
         let file = folder.join(platform).join(super::NAME);
         if !file.is_file() {
             fs::create_dir_all(folder.join(platform))?;
-            // Another process may create or load the file at this moment, so it appears whole.
+            // Another process may create or load the file at this moment, so the file gets its name
+            // only once it is complete.
             let whole = folder.join(platform).join(format!("{}.{}", super::NAME, std::process::id()));
             fs::write(&whole, empty_library())?;
             fs::rename(whole, file)?;
@@ -61,7 +67,8 @@ fn folder(library: &Path) -> io::Result<PathBuf> {
     Ok(folder)
 }
 
-/// Another process may have created the same thing.
+/// Treats a link that already exists as a success, because another process may have created the
+/// same link.
 fn is_there(result: io::Result<()>) -> io::Result<()> {
     result.or_else(|error| if error.kind() == io::ErrorKind::AlreadyExists { Ok(()) } else { Err(error) })
 }

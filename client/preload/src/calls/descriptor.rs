@@ -4,13 +4,13 @@
 //! other threads open and close at the same time: a number is forgotten before the kernel closes it, and named after the kernel has
 //! created it.
 
-use std::ffi::{c_int, c_uint, c_ulong};
+use std::ffi::{c_char, c_int, c_uint, c_ulong};
 use std::os::fd::RawFd;
 use std::sync::atomic::Ordering;
 
 use dayfly_client::reserved_fd::{give_way, is_hidden, is_reserved};
 use dayfly_client::{cancellation, raw_call};
-use libc::off_t;
+use libc::{off_t, size_t};
 
 use super::hidden::as_seen;
 use super::hook;
@@ -154,6 +154,28 @@ hook! {
         }
         memory::set_errno(libc::ENOTTY);
         0
+    }
+
+    fn ttyname(descriptor: c_int) -> *mut c_char {
+        if table::find_early(descriptor).is_none_or(|open| open.is_place()) {
+            return ttyname::next(descriptor);
+        }
+        fail(libc::ENOTTY)
+    }
+
+    fn ttyname_r(descriptor: c_int, name: FromC<*mut c_char>, len: size_t) -> c_int {
+        if table::find_early(descriptor).is_none_or(|open| open.is_place()) {
+            return ttyname_r::next(descriptor, name, len);
+        }
+        memory::set_errno(libc::ENOTTY);
+        libc::ENOTTY
+    }
+
+    fn __ttyname_r_chk(descriptor: c_int, name: FromC<*mut c_char>, len: size_t, room: size_t) -> c_int {
+        if table::find_early(descriptor).is_none_or(|open| open.is_place()) {
+            return __ttyname_r_chk::next(descriptor, name, len, room);
+        }
+        ttyname_r(descriptor, name, len)
     }
 
     fn flock(descriptor: c_int, operation: c_int) -> c_int {

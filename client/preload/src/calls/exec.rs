@@ -5,36 +5,23 @@
 //! lies in the namespace is copied, because the kernel can run kernel files only; a script's interpreter is started with the
 //! script's own path, as the kernel would do.
 
-use std::ffi::{CStr, CString, c_char, c_int};
+use std::ffi::{CStr, CString, OsStr, c_char, c_int};
 use std::fs::{File, Permissions};
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 
 use dayfly_client::locate::CWD_VARIABLE;
-use dayfly_client::{OpenFile, View, cancellation};
+use dayfly_client::{OpenFile, View, ViewError, cancellation};
 
 use super::hook;
 use super::names::access;
 use crate::attach::view;
+use crate::environment::{self, Strings};
 use crate::fault::{Fault, answer, answer_from_memory};
 use crate::memory::{self, FromC, fail};
 use crate::setup::setup;
 use crate::{cwd, exec_handoff, kernel_copy, path, table};
-
-/// An array of strings with a null pointer at its end, such as `argv`.
-pub(super) type Strings<'a> = FromC<'a, *const *const c_char>;
-
-unsafe extern "C" {
-    static environ: *const *const c_char;
-}
-
-/// Returns this process's environment.
-pub(super) fn current_environment() -> Strings<'static> {
-    // SAFETY: libc's variable, read as any C program does; its array stays until the program changes the environment, which C
-    // forbids while another function reads it.
-    unsafe { FromC::new(environ) }
-}
 
 hook! {
     fn execve(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
@@ -51,11 +38,11 @@ hook! {
     }
 
     fn execv(path: FromC<*const c_char>, arguments: Strings) -> c_int {
-        execve(path, arguments, current_environment())
+        execve(path, arguments, environment::current())
     }
 
     fn execvp(path: FromC<*const c_char>, arguments: Strings) -> c_int {
-        execvpe(path, arguments, current_environment())
+        execvpe(path, arguments, environment::current())
     }
 
     fn execvpe(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
@@ -136,13 +123,13 @@ variadic! {
 /// `execl` and `execle` continue here. No environment means the current one.
 #[unsafe(no_mangle)]
 extern "C" fn dayfly_execve(path: FromC<*const c_char>, arguments: Strings, environment: Strings) -> c_int {
-    execve(path, arguments, if environment.is_null() { current_environment() } else { environment })
+    execve(path, arguments, if environment.is_null() { environment::current() } else { environment })
 }
 
 /// `execlp` continues here.
 #[unsafe(no_mangle)]
 extern "C" fn dayfly_execvp(path: FromC<*const c_char>, arguments: Strings) -> c_int {
-    execvpe(path, arguments, current_environment())
+    execvpe(path, arguments, environment::current())
 }
 
 /// Returns the path of the program that a name means, if the name is a path or if PATH names a directory of the namespace.
@@ -152,7 +139,7 @@ pub(super) fn found_in_path(name: FromC<*const c_char>) -> Option<CString> {
     if name.to_bytes().contains(&b'/') || name.is_empty() {
         return Some(name.to_owned());
     }
-    let variable = std::env::var_os("PATH")?;
+    let variable = environment::variable("PATH")?;
     let before = memory::errno();
     let candidates = variable.as_bytes().split(|&byte| byte == b':').map(|folder| {
         CString::new([if folder.is_empty() { b"." } else { folder }, b"/", name.to_bytes()].concat()).unwrap_or_default()
@@ -162,9 +149,16 @@ pub(super) fn found_in_path(name: FromC<*const c_char>) -> Option<CString> {
     if !candidates.iter().any(is_ours) {
         return None;
     }
-    let found = candidates.into_iter().find(|candidate| access(candidate.as_c_str().into(), libc::X_OK) == 0);
+    let is_allowed = |candidate: &&CString, mode| access(candidate.as_c_str().into(), mode) == 0;
+    let found = candidates.iter().find(|candidate| is_allowed(candidate, libc::X_OK) && !is_directory(candidate));
+    // If there is no program, something else that has its name decides about the error.
+    let found = found.or_else(|| candidates.iter().find(|candidate| is_allowed(candidate, libc::F_OK)));
     memory::set_errno(before);
-    found
+    found.cloned()
+}
+
+fn is_directory(path: &CStr) -> bool {
+    std::fs::metadata(OsStr::from_bytes(path.to_bytes())).is_ok_and(|attributes| attributes.is_dir())
 }
 
 /// Returns whether this process is part of a session. If not, nothing needs to be handed over.
@@ -196,7 +190,7 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
 ///
 /// # Errors
 ///
-/// EACCES if the file is not executable.
+/// EACCES if the file is not executable, or is a directory.
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
     let file = executable(view, path)?;
     let copy = kernel_copy::copy_of(view, &file)?;
@@ -208,7 +202,10 @@ pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
 }
 
 fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {
-    let file = view.open(path)?;
+    let file = view.open(path).map_err(|error| match error {
+        ViewError::IsADirectory => Fault::Errno(libc::EACCES),
+        error => error.into(),
+    })?;
     if file.stat().permissions & 0o111 == 0 { Err(Fault::Errno(libc::EACCES)) } else { Ok(file) }
 }
 

@@ -8,7 +8,7 @@ use libc::mode_t;
 
 use super::descriptor::close;
 use super::hook;
-use crate::fault::Fault;
+use crate::fault::{Fault, answer};
 use crate::last_name::{LastName, cannot_open_new};
 use crate::memory::{Errno, FromC};
 use crate::next::act_on_cancel;
@@ -34,9 +34,13 @@ hook! {
             })
         };
         act_on_cancel();
-        if flags & libc::O_NOFOLLOW != 0 && path::linked_directory(path).is_some() {
+        let linked = path::linked(path);
+        if flags & libc::O_NOFOLLOW != 0 && (linked.is_some() || path::linked_directory(path).is_some()) {
             // The call is about the link in /proc, which the kernel has.
             return kernel(directory, path);
+        }
+        if let Some(link) = linked.filter(|open| open.is_symlink()) {
+            return answer(|| open_symlink(&link, flags));
         }
         path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
@@ -105,6 +109,19 @@ pub(crate) fn give_number(description: &Reference, close_on_exec: bool) -> Resul
     let _deferral = cancellation::defer();
     close::next(number);
     Err(libc::EMFILE)
+}
+
+/// Opens a symlink that `/proc/self/fd/N` leads to. The kernel follows the link in /proc, but not the one that it leads to.
+fn open_symlink(link: &Reference, flags: c_int) -> Result<RawFd, Fault> {
+    match &link.object {
+        _ if flags & libc::O_DIRECTORY != 0 => Err(Fault::Errno(libc::ENOTDIR)),
+        Object::Place(Place::Symlink(path, stat)) if flags & libc::O_PATH != 0 => {
+            let object = Object::Place(Place::Symlink(path.clone(), *stat));
+            let description = table::describe(Description::new(object, flags & FLAGS_OF_PLACE & !libc::O_CLOEXEC))?;
+            Ok(give_number(&description, flags & libc::O_CLOEXEC != 0)?)
+        }
+        _ => Err(Fault::Errno(libc::ELOOP)),
+    }
 }
 
 fn look_up(view: &View, path: &[u8], flags: c_int) -> Result<Object, Fault> {

@@ -16,9 +16,10 @@ use dayfly_client::reserved_fd::{ReservedFd, is_hidden};
 use dayfly_client::{cancellation, fork};
 use libc::{FILE, mode_t, pid_t};
 
-use super::exec::{Environment, Script, Strings, executable_copy, found_in_path, is_active};
+use super::exec::{Environment, Script, executable_copy, found_in_path, is_active};
 use super::hook;
 use crate::attach::view;
+use crate::environment::Strings;
 use crate::fault::{Fault, answer};
 use crate::memory::FromC;
 use crate::path::{Side, side_of};

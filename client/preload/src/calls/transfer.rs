@@ -12,6 +12,7 @@ use super::hook;
 use super::poll::poll;
 use crate::attach::view;
 use crate::fault::{Fault, answer};
+use crate::heap::buffer;
 use crate::memory::{self, Errno, FromC, fail};
 use crate::next;
 use crate::table::{self, Reference};
@@ -206,10 +207,13 @@ fn transfer(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, to_offs
     if begun < 0 {
         return -1;
     }
-    let mut buffer = vec![0; rest.min(CHUNK_LEN)];
-    let mut done = 0;
+    let mut buffer = match buffer(rest.min(CHUNK_LEN)) {
+        Ok(buffer) => buffer,
+        Err(errno) => return fail(errno),
+    };
+    let (part_len, mut done) = (buffer.len(), 0);
     while done < rest {
-        let part = &mut buffer[..(rest - done).min(CHUNK_LEN)];
+        let part = &mut buffer[..(rest - done).min(part_len)];
         let count = answer(|| Ok(view()?.read_at(open.file()?, start + done as u64, part)? as isize));
         let written = if count < 0 { -1 } else { write_at(to, &part[..count as usize], at_target) };
         match usize::try_from(written) {
@@ -259,7 +263,10 @@ fn splice_to_pipe(open: &Reference, from_offset: FromC<*mut off_t>, to: RawFd, l
     if room < 0 {
         return fail(libc::EINVAL);
     }
-    let mut bytes = vec![0; len.min(CHUNK_LEN).min(room as usize)];
+    let mut bytes = match buffer(len.min(CHUNK_LEN).min(room as usize)) {
+        Ok(bytes) => bytes,
+        Err(errno) => return fail(errno),
+    };
     let read = answer(|| {
         let file = open.file()?;
         let start = match from_offset.get_if_given()? {

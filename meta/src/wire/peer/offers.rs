@@ -36,7 +36,7 @@ pub enum OfferReply {
         /// The arrival number of the first block. The other blocks have the numbers that follow it.
         first_arrival: u32,
     },
-    /// Nothing of the batch is stored, because no drive has room for it. Its blocks go to the next node on the ring.
+    /// Nothing of the batch is stored, because no drive has room for it. Its blocks go to their next candidates.
     NoRoom,
     /// The piece is stored.
     PieceStored,

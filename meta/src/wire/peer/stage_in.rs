@@ -86,7 +86,7 @@ pub enum NodeStageInReply {
     /// Room for a large block.
     Reserved {
         /// The number that the block's pieces name, or `None` if no drive has room. In that case the block goes to the
-        /// next node on the ring.
+        /// next candidate.
         arrival: Option<u32>,
     },
     /// All blocks are on the drives.

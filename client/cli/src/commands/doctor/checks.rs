@@ -145,8 +145,8 @@ fn drive(path: &Path) -> Finding {
     .needed()
 }
 
-/// Measures the bytes per second that a drive writes to an unnamed file, and reads back, bypassing
-/// the page cache where possible.
+/// Measures the rates, in bytes per second, at which a drive writes an unnamed file and reads it
+/// back. The reads bypass the page cache where possible.
 fn rates(path: &Path) -> io::Result<(f64, f64)> {
     let mut file = nameless(path)?;
     let chunk = vec![0x5a; DRIVE_TEST_CHUNK_LEN];
@@ -164,7 +164,7 @@ fn rates(path: &Path) -> io::Result<(f64, f64)> {
     Ok((write_rate, DRIVE_TEST_LEN as f64 / start.elapsed().as_secs_f64()))
 }
 
-/// Creates a file that disappears with this process, however it ends.
+/// Creates a file that disappears with this process, however the process ends.
 fn nameless(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);

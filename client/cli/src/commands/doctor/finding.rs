@@ -53,7 +53,7 @@ impl Finding {
 pub(super) struct Report {
     pub(super) host: String,
     pub(super) findings: Vec<Finding>,
-    /// The node's clock, in seconds since 1970 or, after the comparison, as the difference from
-    /// this machine's clock. `None` if the node did not answer.
+    /// The node's clock: first in seconds since 1970, and later as the difference from this
+    /// machine's clock. `None` if the node did not answer.
     pub(super) clock: Option<f64>,
 }

@@ -57,8 +57,8 @@ pub(super) fn check_all(arguments: &DoctorArguments) -> Result<Vec<Report>, Fail
     Ok(reports)
 }
 
-/// Checks a host on a thread, which ends with the host's answer or with this process. The report's
-/// clock is the difference from this machine's clock.
+/// Checks a host on a thread of its own. The thread ends when the host answers or when this process
+/// exits. The report's clock is the difference from this machine's clock.
 fn start_check(arguments: &DoctorArguments, host: &str) -> Receiver<Result<Report, Failure>> {
     let (sender, receiver) = channel();
     let remote = Remote::start(arguments, host, &["--json".to_owned()]);
@@ -101,7 +101,7 @@ fn check_pair(arguments: &DoctorArguments, from: &str, to: &str) -> Vec<Finding>
     let what = format!("{from} -> {to}");
     let advice = "servers listen at ports that the kernel chooses; the nodes' firewalls must not block them";
     let (sender, receiver) = channel();
-    // The thread ends with the pair's answer or with this process.
+    // The thread ends when the pair answers or when this process exits.
     thread::spawn({
         let (arguments, from, to) = (arguments.clone(), from.to_owned(), to.to_owned());
         move || sender.send(probe_pair(&arguments, &from, &to))
@@ -158,7 +158,7 @@ struct Remote {
     child: Child,
     input: Option<std::process::ChildStdin>,
     output: BufReader<std::process::ChildStdout>,
-    /// A thread that collects its standard error.
+    /// A thread that collects the remote program's standard error.
     errors: Option<thread::JoinHandle<String>>,
 }
 
@@ -213,7 +213,8 @@ impl Remote {
         }
     }
 
-    /// Explains a failure using the last line of its standard error, or else with `reason`.
+    /// Explains a failure with the last line of the remote program's standard error, or with
+    /// `reason` if there is no such line.
     fn failure(&mut self, reason: &dyn std::fmt::Display) -> Failure {
         let _ = self.child.kill();
         let errors = self.errors.take().and_then(|errors| errors.join().ok()).unwrap_or_default();

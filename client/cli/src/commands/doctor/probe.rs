@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::args::DoctorArguments;
 use crate::failure::{Failure, output};
 
-/// How long calls that still block may delay the end of a probe.
+/// How long a finished probe waits for blocking calls that have not returned.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Runs a future on a runtime of its own.

@@ -62,8 +62,8 @@ impl Bars {
             return;
         }
         while self.nodes.len() < progress.nodes.len() {
-            // The bar shows the node's part of the total, because its own total is not known in
-            // advance.
+            // The bar shows the node's part of the total of all nodes, because the node's own total
+            // is not known in advance.
             let bar = self.all.add(ProgressBar::new(self.total.length().unwrap_or(0)));
             bar.set_style(style("{bar:30} {prefix}: {binary_bytes} read, {binary_bytes_per_sec}, {msg}"));
             bar.set_prefix(format!("node {}", self.nodes.len()));

@@ -3,13 +3,13 @@
 use dayfly_launch::units::counted;
 use dayfly_meta::wire::status::{NodeStatus, OwnerStatus, Source, Status, total};
 
-/// If readers spend a smaller share of their time than this waiting for other nodes, those nodes
-/// are not the bottleneck. Waiting for space in the arena counts however small its share is.
+/// Other nodes count as the bottleneck only if readers wait for them during at least this
+/// percentage of the time. Waiting for space in the arena always counts, however short it is.
 const WAITING_PERCENT: f64 = 20.0;
-/// An owner that sends this many times the mean is hot.
+/// An owner is hot if it sends more than this many times the mean of all owners.
 const HOT: f64 = 1.5;
 
-/// Names what slowed readers down between two samples of the status.
+/// Names what slowed readers down between two queries of the status.
 pub(in crate::commands) fn bottleneck(before: &Status, now: &Status, seconds: f64) -> String {
     let pairs: Vec<(&NodeStatus, &NodeStatus)> = before
         .nodes

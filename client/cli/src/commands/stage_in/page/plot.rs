@@ -45,7 +45,7 @@ fn text(svg: &mut String, (x, y): (f64, f64), anchor: &str, text: &str) {
     let _ = write!(svg, "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\">{}</text>", escape(text));
 }
 
-/// Draws names next to their colors. Returns the height below them.
+/// Draws names next to their colors. Returns the y coordinate below them.
 fn legend(svg: &mut String, names: &[String], y: f64) -> f64 {
     let (mut x, mut y) = (LEFT, y);
     for (number, name) in names.iter().enumerate() {
@@ -91,7 +91,7 @@ pub(super) fn lines(series: &[Series], interval_s: f64, show: &dyn Fn(f64) -> St
     svg + "</svg>"
 }
 
-/// Draws vertical bars, with a line across at `mark`.
+/// Draws vertical bars, and a horizontal line at the value `mark`.
 pub(super) fn bars(values: &[(String, f64)], mark: Option<f64>, show: &dyn Fn(f64) -> String) -> String {
     let mut svg = open(HEIGHT);
     let highest = most(values.iter().map(|(_, value)| *value));
