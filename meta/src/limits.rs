@@ -208,6 +208,8 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// The most reads of single samples that a node has under way on the parallel file system.
+pub const ORIGIN_STREAMS_MAX: usize = 16;
 /// Descriptors of sources that a node keeps open for the next reads of samples from their sources.
 pub const ORIGIN_FILES_MAX: usize = 64;
 /// Bytes of a record that are read at once while its sample is unpacked.

@@ -37,13 +37,14 @@ use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
 use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
 use dayfly_transport::{Piece, Slot};
 use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
+use futures_util::future::{BoxFuture, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tracing::Instrument;
 
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
+use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
@@ -74,6 +75,7 @@ pub(crate) struct Fetcher {
     owners: Vec<OwnerCounter>,
     damage: Arc<Damage>,
     blocking: Arc<dyn Blocking>,
+    origins: Origins,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -142,7 +144,9 @@ impl Fetcher {
     ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
+        // A peer waits as long for all of its request.
+        let origins = Origins::new(blocking.clone(), peers.deadlines().request / 4 * 3);
+        Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking, origins }
     }
 
     /// Chunks that came over the network.
@@ -225,9 +229,26 @@ impl Fetcher {
         }
         for group in loads {
             let span = tracing::debug_span!("fetch", dataset = dataset.id().0, owner = %group.owner, chunks = group.len());
-            fetching.in_flight.push(Box::pin(self.clone().load(group, caching).instrument(span)));
+            let fetcher = self.clone();
+            fetching.in_flight.push(match group.owner == self.peers.own_node() {
+                true => Box::pin(fetcher.load_from_origins(group, caching).instrument(span)),
+                false => Box::pin(fetcher.load(group, caching).instrument(span)),
+            });
         }
         fetching
+    }
+
+    /// Reads chunks of blocks that this node owns, but has on no drive, from their origins.
+    async fn load_from_origins(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
+        let (chunks, dataset) = (group.chunks(), group.dataset().clone());
+        let reading = chunks.iter().zip(group.take_slots()).map(|(&chunk, slot)| self.origins.fill(&dataset, chunk, slot));
+        let (mut verified, mut errors) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
+        for (read, &chunk) in join_all(reading).await.into_iter().zip(&chunks) {
+            let (slot, error) = read.map_or_else(|error| (None, Some(error)), |slot| (Some(slot), None));
+            verified.push(slot);
+            errors.push(error.map(|error| read_error(&dataset, chunk, error.into())));
+        }
+        self.finish(group, verified, errors, caching)
     }
 
     /// Sends one message to the owner, and another one for the chunks that arrived damaged or that the owner could not read.
@@ -242,7 +263,9 @@ impl Fetcher {
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
         for attempt in 1..=FETCH_ATTEMPTS_MAX {
             let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
-            let received = match self.request(owner, &dataset, &requested, std::mem::take(&mut slots)).await {
+            // What the owner sent before was bad, so from the second attempt on it examines its copies.
+            let recheck = attempt > 1;
+            let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) if attempt == 1 => return fail(&dataset, group, error),
                 Err(error) => {
@@ -258,9 +281,9 @@ impl Fetcher {
                         verified[number] = Some(slot);
                         continue;
                     }
-                    Received::Missing => {
+                    Received::Missing(reason) => {
                         let chunk = ChunkName::new(&dataset, chunks[number]);
-                        errors[number] = Some(FetchError::NotHeld { owner, chunk });
+                        errors[number] = Some(FetchError::NotHeld { owner, chunk, reason });
                         continue;
                     }
                     Received::Damaged(slot, mismatch) => {
@@ -281,6 +304,18 @@ impl Fetcher {
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
+        self.finish(group, verified, errors, caching)
+    }
+
+    /// Makes the verified chunks of a group resident, and caches them.
+    fn finish(
+        &self,
+        group: LoadGroup,
+        verified: Vec<Option<Slot>>,
+        errors: Vec<Option<FetchError>>,
+        caching: Caching,
+    ) -> FetchedChunks {
+        let (chunks, dataset) = (group.chunks(), group.dataset().clone());
         let mut fetched = FetchedChunks::with_capacity(chunks.len());
         for ((chunk, (index, lease)), error) in chunks.into_iter().zip(group.fill(verified)).zip(errors) {
             let Some(lease) = lease else {
@@ -302,17 +337,18 @@ impl Fetcher {
         owner: NodeId,
         dataset: &Arc<Dataset>,
         chunks: &[Chunk],
+        recheck: bool,
         slots: Vec<Slot>,
     ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
-        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec() };
+        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck };
         let start = Instant::now();
         let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
         let reply = match pulled {
-            Ok((ReadReply::Chunks { missing }, pulled)) if pulled.slots.len() == count => {
-                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread }
+            Ok((ReadReply::Chunks { missing, reason }, pulled)) if pulled.slots.len() == count => {
+                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, reason, unread: pulled.unread }
             }
             Ok(_) => return Err(ReadError::WrongReply(owner)),
             Err(error) => {
@@ -330,21 +366,70 @@ impl Fetcher {
         reply.verify(&*self.blocking, dataset, chunks).await
     }
 
-    /// Answers a peer that reads chunks of blocks that this node owns. Returns which chunks are missing here, and a piece for
-    /// each chunk.
-    pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> (Vec<u32>, Vec<Piece>) {
-        let mut missing = Vec::new();
-        let mut pieces = Vec::with_capacity(chunks.len());
-        dataset.prefetch(chunks);
-        for (index, &chunk) in (0..).zip(chunks) {
-            pieces.push(dataset.piece(chunk).unwrap_or_else(|| {
-                missing.push(index);
-                Piece::Bytes(Vec::new())
-            }));
+    /// Answers a peer that reads chunks of blocks that this node owns. With `recheck`, this node first examines its copies, and no
+    /// longer uses those that are bad.
+    pub(crate) async fn serve(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> Served {
+        if recheck {
+            // Whoever asked gets the errors of the chunks themselves.
+            self.recheck(dataset, chunks).await;
         }
+        dataset.prefetch(chunks);
+        let mut pieces: Vec<Option<Piece>> = chunks.iter().map(|&chunk| dataset.piece(chunk)).collect();
+        let is_mine = |chunk: Chunk| dataset.catalog().owner(chunk.block) == Some(self.peers.own_node());
+        let absent = (0..chunks.len()).filter(|&index| pieces[index].is_none() && is_mine(chunks[index])).collect::<Vec<_>>();
+        let mut reason = String::new();
+        if !absent.is_empty() {
+            let wanted: Vec<Chunk> = absent.iter().map(|&index| chunks[index]).collect();
+            for (index, read) in absent.into_iter().zip(self.read_absent(dataset, &wanted).await) {
+                match read {
+                    Ok(bytes) => pieces[index] = Some(Piece::Bytes(bytes)),
+                    Err(error) => reason = error.to_string(),
+                }
+            }
+        }
+        let missing = (0..).zip(&pieces).filter(|(_, piece)| piece.is_none()).map(|(index, _)| index).collect::<Vec<u32>>();
+        let pieces: Vec<Piece> = pieces.into_iter().map(|piece| piece.unwrap_or(Piece::Bytes(Vec::new()))).collect();
         self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        (missing, pieces)
+        Served { missing, reason, pieces }
     }
+
+    /// Reads chunks that this node owns, but has on no drive, for peers. They go through the arena as long as it has room, so that
+    /// equal requests are joined, and this node's processes find the chunks there. A request of a peer does not wait for room in the
+    /// arena: two nodes could wait for each other.
+    async fn read_absent(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Result<Vec<u8>, FetchError>> {
+        let mut read: Vec<Option<Result<Vec<u8>, FetchError>>> = chunks.iter().map(|_| None).collect();
+        let mut fetch = self.begin_if_room(dataset, chunks, u64::MAX);
+        while let Some(part) = fetch.next().await {
+            for (index, fetched) in part {
+                let Some(read) = read.get_mut(index as usize) else { continue };
+                *read = match fetched {
+                    Fetched::Leased(lease) => Some(Ok(lease.bytes().to_vec())),
+                    Fetched::Failed(error) => Some(Err(error)),
+                    // A copy that this node caches may be freed at any moment.
+                    Fetched::Local => None,
+                };
+            }
+        }
+        let reading = chunks.iter().zip(read).map(|(&chunk, read)| async move {
+            if let Some(read) = read {
+                return read;
+            }
+            let len = dataset.chunk(chunk).map_or(0, |info| info.len);
+            let filled = self.origins.fill(dataset, chunk, vec![0; len as usize]).await;
+            filled.map_err(|error| read_error(dataset, chunk, error.into()))
+        });
+        join_all(reading).await
+    }
+}
+
+/// The answer to a peer's request for chunks.
+pub(crate) struct Served {
+    /// Chunks that cannot be read here, by position in the request.
+    pub(crate) missing: Vec<u32>,
+    /// Why the last one of them cannot be read; empty if this node does not own it.
+    pub(crate) reason: String,
+    /// A piece for each chunk.
+    pub(crate) pieces: Vec<Piece>,
 }
 
 /// Separates the chunks that need no fetch from the chunks that need one.

@@ -89,6 +89,7 @@ mod fetch;
 mod ingest;
 mod membership;
 mod node;
+mod origins;
 mod peers;
 mod prefetch;
 mod processes;

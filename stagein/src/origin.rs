@@ -95,6 +95,11 @@ pub fn check(catalog: &Catalog, block: BlockId, bytes: &[u8]) -> Result<(), Orig
     Ok(())
 }
 
+/// Returns whether a sample can be read from its source by itself, as far as the catalog tells.
+pub fn is_readable(catalog: &Catalog, sample: SampleId) -> bool {
+    Target::of(catalog, sample).is_ok_and(|target| !matches!(target.place, Place::Nested { .. }))
+}
+
 /// Reads samples from their sources. Threads may share it.
 pub struct OriginReader<F: SourceFiles = SystemFiles> {
     files: F,

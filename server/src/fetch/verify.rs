@@ -24,8 +24,8 @@ pub(super) enum Received {
     Damaged(Slot, Mismatch),
     /// The owner could not read the chunk from its drive.
     Unreadable(Slot, ReadError),
-    /// The owner does not hold the chunk.
-    Missing,
+    /// The owner does not hold the chunk, for this reason.
+    Missing(String),
 }
 
 /// An owner's reply to a read, not verified yet.
@@ -37,6 +37,8 @@ pub(super) struct OwnerReply {
     pub(super) lens: Vec<u64>,
     /// Indexes of the chunks that the owner does not hold.
     pub(super) missing: Vec<u32>,
+    /// Why the owner does not hold them.
+    pub(super) reason: String,
     /// Indexes of the chunks that the owner could not read, and why.
     pub(super) unread: Unread,
 }
@@ -58,17 +60,18 @@ impl OwnerReply {
     }
 
     fn verified(self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Received> {
-        let Self { owner, slots, lens, missing, unread } = self;
+        let Self { owner, slots, lens, missing, reason, unread } = self;
+        let not_held = || Received::Missing(reason.clone());
         let verify = |(((index, slot), len), &chunk): (((u32, Slot), u64), &Chunk)| {
-            let Some(expected) = dataset.catalog().chunk_checksum(chunk) else { return Received::Missing };
+            let Some(expected) = dataset.catalog().chunk_checksum(chunk) else { return not_held() };
             if missing.contains(&index) {
-                return Received::Missing;
+                return not_held();
             }
             if unread.pieces.contains(&index) {
                 return Received::Unreadable(slot, peers::unread(owner, &unread).into());
             }
             if len != slot.len() as u64 {
-                return Received::Missing;
+                return not_held();
             }
             match check(&slot, expected) {
                 Ok(()) => Received::Verified(slot),

@@ -14,6 +14,8 @@ pub enum ReadRequest {
         dataset: DatasetId,
         /// The chunks, in the order of the slots.
         chunks: Vec<Chunk>,
+        /// Whether the peer must first examine its copies, because one of them was bad.
+        recheck: bool,
     },
     /// Bytes of a sorted run, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
     Run {
@@ -41,6 +43,8 @@ pub enum ReadReply {
     Chunks {
         /// Chunks that the peer does not hold, by position in the request.
         missing: Vec<u32>,
+        /// Why the peer cannot read one of them from its origin; empty if it does not own it.
+        reason: String,
     },
     /// The bytes lie in the slot.
     Bytes {
