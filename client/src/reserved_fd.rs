@@ -40,6 +40,9 @@ const RECORDS_MAX: usize = 4096;
 const ATTEMPTS_MAX: u32 = 100;
 /// How long [`give_way`] waits for threads that are using the number.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a thread waits until other threads have lowered the limit again. Each of them talks to the server meanwhile.
+const TURN_PATIENCE: Duration = Duration::from_secs(20);
+const TURN_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// For each descriptor number, the index of its record plus one; 0 if the number is not reserved.
 static WATCH: [AtomicU32; WATCHED] = [const { AtomicU32::new(0) }; WATCHED];
@@ -268,7 +271,7 @@ fn high_copy(number: RawFd) -> Option<RawFd> {
 pub fn with_numbers<T, E>(operation: impl Fn() -> Result<T, E>, is_scarce: impl Fn(&E) -> bool) -> Result<T, E> {
     match operation() {
         Err(error) if is_scarce(&error) => {
-            let _raised = RaisedLimit::to(|soft, hard| (soft + ROOM).max(CEILING).min(hard));
+            let _raised = RaisedLimit::to(|soft, hard| soft.saturating_add(ROOM).max(CEILING).min(hard));
             operation()
         }
         result => result,
@@ -322,12 +325,12 @@ impl Drop for RaisedLimit {
 /// Waits until no other thread has raised the limit. Returns whether this thread may now: not if it has raised the limit itself, or
 /// if another thread does not end in time.
 fn take_turn() -> bool {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TURN_PATIENCE;
     while IS_RAISED.swap(true, Ordering::AcqRel) {
         if HAS_RAISED.get() || Instant::now() > deadline {
             return false;
         }
-        std::thread::yield_now();
+        std::thread::sleep(TURN_POLL_INTERVAL);
     }
     HAS_RAISED.set(true);
     true
