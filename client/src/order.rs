@@ -82,8 +82,8 @@ impl Samples {
     /// nodes, each sample appears once.
     ///
     /// Reading in this order is as fast as sequential reading. Large samples are inserted at random
-    /// positions, because their position does not matter for speed. Samples that no node stores, such
-    /// as empty ones, are inserted at random positions, too.
+    /// positions, because their position does not matter for speed. So are samples that are not on
+    /// the drives: empty ones, and those that their owner reads from their origins.
     pub fn local(&self, dataset: &Dataset, node: NodeId, nodes: u16) -> Vec<SampleId> {
         let catalog = dataset.catalog();
         let mut positioned = Vec::new();
@@ -91,7 +91,7 @@ impl Samples {
         for sample in (0..self.entries.len() as u32).map(SampleId) {
             let Some((size, blocks)) = catalog.sample(sample) else { continue };
             let first = BlockId(blocks.start);
-            if size == 0 || catalog.owner(first) == Some(NodeId::NONE) {
+            if size == 0 {
                 if sample.0 % u32::from(nodes.max(1)) == u32::from(node.0) {
                     scattered.push(sample);
                 }

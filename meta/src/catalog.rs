@@ -21,7 +21,7 @@ mod scratch;
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
 pub use layout::{Compression, EntryKind, Grouping, Place, Source, SourceKind, Version};
 pub use map::{Attributes, Catalog, CatalogError, Entry, EntryId, Header, Origin, block_len};
-pub use member::{Member, MemberKey, MemberKind, StoredBlock};
+pub use member::{Member, MemberKey, MemberKind, NOT_STORED, StoredBlock};
 
 #[cfg(test)]
 mod tests {
@@ -215,15 +215,15 @@ mod tests {
     }
 
     #[test]
-    fn a_block_may_have_no_owner() {
+    fn every_block_has_an_owner_but_not_every_block_is_stored() {
         let mut member = file(b"a", 1, 5);
-        for (owner, is_good) in [(3, true), (4, false), (u16::MAX - 1, false), (u16::MAX, true)] {
+        for (owner, arrival, is_good) in [(3, 0, true), (3, NOT_STORED, true), (4, 0, false), (u16::MAX, 0, false)] {
             if let MemberKind::File { blocks, .. } = &mut member.kind {
-                blocks[0].owner = NodeId(owner);
+                blocks[0] = StoredBlock { owner: NodeId(owner), arrival };
             }
             let catalog = Catalog::open(&build(&[(member.clone(), 1)]).file).unwrap();
             assert_eq!(catalog.check(4).is_ok(), is_good, "{owner}");
-            assert_eq!(catalog.owner(BlockId(0)) == Some(NodeId::NONE), owner == u16::MAX);
+            assert_eq!(catalog.is_stored(BlockId(0)), arrival != NOT_STORED);
         }
     }
 

@@ -30,9 +30,6 @@ impl fmt::Display for NodeId {
 }
 
 impl NodeId {
-    /// Stands for "no node", in the place of a block's owner. No member has this number.
-    pub const NONE: Self = Self(u16::MAX);
-
     /// Returns the index of the node's row in tables that have one row per node.
     pub fn index(self) -> usize {
         usize::from(self.0)

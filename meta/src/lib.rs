@@ -5,6 +5,7 @@
 //!
 //! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
 //! - [`placement`] decides which node owns a block, and which nodes come next, from nothing but a seed, a path and the members.
+//!   [`stored_share`] decides which blocks are stored if not all of them fit.
 //! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
 //!   [`segment`] defines how they are packed there.
 //! - [`shared`] maps memory that several processes use; [`status_page`] defines what a server shows its clients
@@ -78,5 +79,6 @@ pub mod placement;
 pub mod segment;
 pub mod shared;
 pub mod status_page;
+pub mod stored_share;
 pub mod text;
 pub mod wire;

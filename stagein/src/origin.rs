@@ -66,9 +66,37 @@ impl<'a> WantedBytes<'a> {
         (bytes.len() as u64 == len).then_some(Self { sample, start, bytes })
     }
 
-    fn range(&self, size: u64) -> SampleRange {
-        SampleRange { size, start: self.start, len: self.bytes.len() as u64 }
+    fn part(&self) -> SamplePart {
+        SamplePart { sample: self.sample, start: self.start, len: self.bytes.len() as u64 }
     }
+}
+
+/// Names a part of a sample.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SamplePart {
+    /// The sample that the part belongs to.
+    pub sample: SampleId,
+    /// Offset in the sample of the first byte.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+impl SamplePart {
+    fn range(&self, size: u64) -> SampleRange {
+        SampleRange { size, start: self.start, len: self.len }
+    }
+}
+
+/// Divides parts of samples into groups that are each worth one read: parts of one group lie close together in one source, and
+/// at least half of the bytes between the first and the last are wanted. Returns the parts' indexes.
+pub fn neighbors(catalog: &Catalog, parts: &[SamplePart]) -> Vec<Vec<usize>> {
+    let spans = sorted_spans(catalog, parts.iter().copied());
+    let mut found: Vec<Vec<usize>> = groups(&spans).map(|group| group.iter().map(|span| span.index).collect()).collect();
+    let mut is_grouped = vec![false; parts.len()];
+    found.iter().flatten().for_each(|&index| is_grouped[index] = true);
+    found.extend((0..parts.len()).filter(|&index| !is_grouped[index]).map(|index| vec![index]));
+    found
 }
 
 /// Compares the bytes of a whole block with the catalog's checksums.
@@ -126,7 +154,7 @@ impl<F: SourceFiles> OriginReader<F> {
     /// Any [`OriginError`].
     pub fn read(&self, catalog: &Catalog, wanted: WantedBytes<'_>) -> Result<(), OriginError> {
         let target = Target::of(catalog, wanted.sample)?;
-        let range = wanted.range(target.size);
+        let range = wanted.part().range(target.size);
         if !range.is_within() {
             return Err(OriginError::NotInCatalog);
         }
@@ -158,13 +186,7 @@ impl<F: SourceFiles> OriginReader<F> {
     /// Returns one result for each part, in their order.
     pub fn read_many(&self, catalog: &Catalog, wanted: &mut [WantedBytes<'_>]) -> Vec<Result<(), OriginError>> {
         let mut results: Vec<Result<(), OriginError>> = (0..wanted.len()).map(|_| Ok(())).collect();
-        let mut spans = Vec::new();
-        for (index, part) in wanted.iter().enumerate() {
-            spans.extend(Span::of(catalog, part, index));
-        }
-        spans.sort_by(|left, right| {
-            (left.source, left.bytes.start, left.index).cmp(&(right.source, right.bytes.start, right.index))
-        });
+        let spans = sorted_spans(catalog, wanted.iter().map(WantedBytes::part));
         let mut is_done = vec![false; wanted.len()];
         for group in groups(&spans).filter(|group| group.len() > 1) {
             let read = self.read_group(catalog, group, wanted);
@@ -200,7 +222,7 @@ impl<F: SourceFiles> OriginReader<F> {
             let from = &merged[(span.bytes.start - whole.start) as usize..(span.bytes.end - whole.start) as usize];
             match target.place {
                 Place::ZipRecord { offset, .. } => {
-                    unpack_zip_bytes(from, part.range(target.size), part.bytes, &target.path, offset)
+                    unpack_zip_bytes(from, part.part().range(target.size), part.bytes, &target.path, offset)
                 }
                 _ => {
                     part.bytes.copy_from_slice(from);
@@ -262,7 +284,7 @@ struct Span {
 
 impl Span {
     /// Returns `None` if the part has to be read by itself, or cannot be read at all.
-    fn of(catalog: &Catalog, part: &WantedBytes<'_>, index: usize) -> Option<Self> {
+    fn of(catalog: &Catalog, part: SamplePart, index: usize) -> Option<Self> {
         let target = Target::of(catalog, part.sample).ok()?;
         let range = part.range(target.size);
         if !range.is_within() || range.len == 0 {
@@ -278,18 +300,26 @@ impl Span {
     }
 }
 
+/// Returns the spans of those parts that have one, in the order in which they lie in their sources.
+fn sorted_spans(catalog: &Catalog, parts: impl Iterator<Item = SamplePart>) -> Vec<Span> {
+    let mut spans: Vec<Span> = parts.enumerate().filter_map(|(index, part)| Span::of(catalog, part, index)).collect();
+    spans.sort_by_key(|span| (span.source, span.bytes.start, span.index));
+    spans
+}
+
 /// Divides sorted spans into groups that are worth one read each.
 fn groups(spans: &[Span]) -> impl Iterator<Item = &[Span]> {
     let mut rest = spans;
     std::iter::from_fn(move || {
         let first = rest.first()?;
-        let mut end = first.bytes.end;
+        let (mut end, mut wanted) = (first.bytes.end, first.bytes.end - first.bytes.start);
         let joins = |span: &&Span| {
             let is_near = span.source == first.source && span.bytes.start.saturating_sub(end) <= ORIGIN_GAP_MAX;
-            let joined_end = end.max(span.bytes.end);
-            let joins = is_near && joined_end - first.bytes.start <= ORIGIN_MERGED_LEN_MAX;
+            let (joined_end, joined_wanted) = (end.max(span.bytes.end), wanted + (span.bytes.end - span.bytes.start));
+            let joined_len = joined_end - first.bytes.start;
+            let joins = is_near && joined_len <= ORIGIN_MERGED_LEN_MAX && joined_wanted * 2 >= joined_len;
             if joins {
-                end = joined_end;
+                (end, wanted) = (joined_end, joined_wanted);
             }
             joins
         };

@@ -103,7 +103,7 @@ impl Catalog {
         if (checksums, larges) != (self.columns[Column::Checksums as usize].count, self.columns[Column::Larges as usize].count) {
             return damaged("the number of checksums");
         }
-        let is_possible = |owner: NodeId| owner.index() < nodes || owner == NodeId::NONE;
+        let is_possible = |owner: NodeId| owner.index() < nodes;
         if !(0..header.blocks).all(|block| self.owner(crate::id::BlockId(block)).is_some_and(is_possible)) {
             return damaged("a block's owner");
         }

@@ -9,6 +9,7 @@ use std::ops::Range;
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::NOT_STORED;
 use super::layout::{
     BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
     OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceKind, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
@@ -356,7 +357,7 @@ impl Catalog {
         }
     }
 
-    /// Returns the node that owns a block; [`NodeId::NONE`] if no node stores it.
+    /// Returns the node that owns a block: it stores the block, or reads it from its origin.
     pub fn owner(&self, block: BlockId) -> Option<NodeId> {
         self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
     }
@@ -462,7 +463,14 @@ impl Catalog {
         self.record(Column::PlacedPaths, row).map(PlacedPathRecord::decode)
     }
 
-    /// Returns a block's number among all blocks that arrived at its owner during the stage-in.
+    /// Returns whether the block's owner stored it during the stage-in. A block that was left out for lack of room is read from
+    /// its origin.
+    pub fn is_stored(&self, block: BlockId) -> bool {
+        self.arrival(block).is_some_and(|arrival| arrival != NOT_STORED)
+    }
+
+    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; [`NOT_STORED`] if the block was
+    /// left out.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }

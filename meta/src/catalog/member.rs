@@ -26,12 +26,15 @@ pub struct MemberKey {
     pub offset: u64,
 }
 
-/// A block of a member that its owner has stored.
+/// The arrival number of a block that was left out, because there was no room for it.
+pub const NOT_STORED: u32 = u32::MAX;
+
+/// A block of a member, and where it is.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The node that stores the block; [`NodeId::NONE`] if no node does.
+    /// The node that stores the block, or reads it from its origin for all others.
     pub owner: NodeId,
-    /// Its number among all blocks that arrived at that node in this stage-in.
+    /// Its number among all blocks that arrived at that node in this stage-in, or [`NOT_STORED`].
     pub arrival: u32,
 }
 

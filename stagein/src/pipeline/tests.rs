@@ -2,6 +2,7 @@
 //! if nodes are full, and however an archive is split.
 
 mod adversary;
+mod leaving_out;
 mod nested;
 mod strange;
 
@@ -13,7 +14,7 @@ use std::path::Path;
 use std::rc::Rc;
 
 use dayfly_meta::catalog::member::read_member;
-use dayfly_meta::catalog::{MemberKey, Place};
+use dayfly_meta::catalog::{MemberKey, NOT_STORED, Place, StoredBlock};
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
 use dayfly_meta::path::display;
@@ -37,6 +38,8 @@ struct MemorySink {
     buffers: usize,
     /// Number of the next block.
     next_arrival: u32,
+    /// What the worker is told to store.
+    stored_share: Option<StoredShare>,
 }
 
 /// A buffer that counts as lent until it is dropped.
@@ -70,6 +73,7 @@ impl MemorySink {
             lent: Rc::default(),
             buffers: BATCHES_PER_WORKER_MAX,
             next_arrival: 0,
+            stored_share: None,
         }
     }
 
@@ -190,7 +194,8 @@ fn run_within(
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
     let decoders = DecoderLimits { threads: 2, ahead_len: 4 << 20 };
-    let config = WorkerConfig { placement: placement(room.len()), selection, seed: 1, decoders, suspect_paths: Arc::default() };
+    let (placement, suspect_paths, stored_share) = (placement(room.len()), Arc::default(), sink.stored_share);
+    let config = WorkerConfig { placement, selection, seed: 1, decoders, suspect_paths, stored_share };
     let monitor: Arc<ProgressMonitor> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, config, monitor.clone())?;
     let mut ledger = UnitLedger::new(plan.units, plan.split_tars);
@@ -221,12 +226,15 @@ fn run_within(
             }
             let mut bytes = Vec::new();
             if let MemberKind::File { size, blocks, checksums, .. } = &member.kind {
-                for block in blocks {
+                let is_stored = |block: &&StoredBlock| block.arrival != NOT_STORED;
+                for block in blocks.iter().filter(is_stored) {
                     bytes.extend_from_slice(&sink.stored[&(block.owner, block.arrival)]);
                 }
-                assert_eq!(bytes.len() as u64, *size);
-                let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
-                assert_eq!(*checksums, expected, "{}", display(&member.path));
+                if blocks.iter().filter(is_stored).count() == blocks.len() {
+                    assert_eq!(bytes.len() as u64, *size);
+                    let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
+                    assert_eq!(*checksums, expected, "{}", display(&member.path));
+                }
             }
             assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "every key occurs once");
         }

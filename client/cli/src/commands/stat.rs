@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_launch::units::counted;
 use dayfly_meta::catalog::{Catalog, Compression, Place};
-use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
@@ -54,12 +54,13 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     for block in catalog.sample(sample).map_or(0..0, |(_, blocks)| blocks).map(BlockId) {
         let (owner, len) = (catalog.owner(block), catalog.block(block).map_or(0, |(_, len)| len));
         let here = if file.dataset().is_here(block) { ", here" } else { "" };
+        let how = if catalog.is_stored(block) { "on" } else { "not stored, read from its origin by" };
         let checksum = catalog.checksum(block).unwrap_or(0);
         print_line!(
-            " Block: {} ({}, crc32c {checksum:08x}) on {}{here}",
+            " Block: {} ({}, crc32c {checksum:08x}) {how} node {}{here}",
             block.0,
             counted(len, "byte"),
-            owner.filter(|&node| node != NodeId::NONE).map_or_else(|| "no node".to_owned(), |node| format!("node {node}"))
+            owner.map_or_else(|| "?".to_owned(), |node| node.to_string())
         );
     }
     if let Some(origin) = origin_text(catalog, sample) {

@@ -234,7 +234,10 @@ fn with_current_versions(dataset: &Dataset, file: &Path) -> Dataset {
             place: origin.place,
             checksums: blocks.clone().flat_map(chunks).map(|chunk| catalog.chunk_checksum(chunk).unwrap()).collect(),
             blocks: blocks
-                .map(|_| dayfly_meta::catalog::StoredBlock { owner: dayfly_meta::id::NodeId::NONE, arrival: 0 })
+                .map(|_| dayfly_meta::catalog::StoredBlock {
+                    owner: dayfly_meta::id::NodeId(0),
+                    arrival: dayfly_meta::catalog::NOT_STORED,
+                })
                 .collect(),
         };
         let key = dayfly_meta::catalog::MemberKey { source: origin.source, offset: u64::from(id) };

@@ -92,8 +92,11 @@ fn a_merged_read_has_a_bounded_length() {
     let span = |start, len, index| Span { source: 0, bytes: start..start + len, index };
     let lens = |spans: &[Span]| groups(spans).map(<[Span]>::len).collect::<Vec<_>>();
     assert_eq!(lens(&[]), [0; 0]);
-    assert_eq!(lens(&[span(0, 10, 0), span(10 + ORIGIN_GAP_MAX, 10, 1)]), [2]);
-    assert_eq!(lens(&[span(0, 10, 0), span(11 + ORIGIN_GAP_MAX, 10, 1)]), [1, 1]);
+    let gap = ORIGIN_GAP_MAX;
+    assert_eq!(lens(&[span(0, gap, 0), span(2 * gap, 10, 1)]), [2]);
+    assert_eq!(lens(&[span(0, 2 * gap, 0), span(3 * gap + 1, 10, 1)]), [1, 1]);
+    assert_eq!(lens(&[span(0, 10, 0), span(30, 10, 1)]), [2], "half of the bytes are wanted");
+    assert_eq!(lens(&[span(0, 10, 0), span(31, 10, 1)]), [1, 1]);
     let third = ORIGIN_MERGED_LEN_MAX / 3;
     let many: Vec<Span> = (0..7).map(|index| span(index as u64 * third, third, index)).collect();
     assert_eq!(lens(&many), [3, 3, 1]);
