@@ -208,8 +208,23 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
-/// The most reads of single samples that a node has under way on the parallel file system.
-pub const ORIGIN_STREAMS_MAX: usize = 16;
+/// A compressed source that does not tell its unpacked size is expected to grow by this factor. This
+/// only decides how much room the samples of other sources leave it.
+pub const ARCHIVE_GROWTH_GUESS: u64 = 4;
+
+/// The most reads of single samples that a node has under way on the parallel file system, unless the
+/// user sets another number.
+pub const PFS_STREAMS_DEFAULT: u16 = 16;
+/// The most that the user may set. Each takes a thread.
+pub const PFS_STREAMS_MAX: u16 = 256;
+/// Different reasons in one answer to a request for chunks. Further chunks get the last of them.
+pub const MISSING_REASONS_MAX: usize = 32;
+/// How often a read that the parallel file system fails is made.
+pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
+/// How long to wait before such a read is made for the second time.
+pub const ORIGIN_PAUSE: Duration = Duration::from_millis(50);
+/// How many times longer each further wait is.
+pub const ORIGIN_PAUSE_GROWTH: u32 = 5;
 /// Descriptors of sources that a node keeps open for the next reads of samples from their sources.
 pub const ORIGIN_FILES_MAX: usize = 64;
 /// Bytes of a record that are read at once while its sample is unpacked.

@@ -6,8 +6,10 @@
 //!
 //! # Parts
 //!
-//! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
+//! - [`Fetcher`] starts requests.
 //! - [`PendingFetch`] is a request in flight.
+//! - [`serve`] answers the requests of peers, as an owner.
+//! - [`from_origins`] reads blocks that this node owns, but has on no drive, from their origins.
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
@@ -16,40 +18,45 @@
 //!
 //! - All bytes are verified before a process can see them, and before they are cached.
 //! - Every wait has a deadline: a request waits at most `Deadlines::arena` for room and at most `Deadlines::request` for the
-//!   answer to a message, and a joined request ends with the fetch that it joined.
+//!   answer to a message, and a joined request ends with the fetch that it joined. A request waits longer only for the parallel
+//!   file system, at most `Deadlines::origin` after the last chunk has arrived.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
 //!   already has room for it. So requests cannot wait for each other in a cycle.
 //!
 //! [`FETCH_PART_LEN`]: dayfly_meta::limits::FETCH_PART_LEN
 
 mod error;
+mod from_origins;
 mod recheck;
+mod serve;
 mod verify;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
 use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
-use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
-use dayfly_transport::{Piece, Slot};
+use dayfly_meta::wire::status::{Hop, OriginStatus, OwnerStatus, Reads};
+use dayfly_transport::Slot;
 use futures_util::FutureExt;
-use futures_util::future::{BoxFuture, join_all};
+use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
-use crate::origins::Origins;
+use crate::origins::{OriginFailure, Origins};
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
+pub(crate) use serve::Served;
 use verify::{OwnerReply, Received};
 
 /// The result for one requested chunk.
@@ -75,7 +82,10 @@ pub(crate) struct Fetcher {
     owners: Vec<OwnerCounter>,
     damage: Arc<Damage>,
     blocking: Arc<dyn Blocking>,
-    origins: Origins,
+    origins: Arc<Origins>,
+    /// Loads from origins. They go on when the request that began them is dropped, because the next one would begin them again.
+    /// They end with the fetcher.
+    origin_loads: Mutex<JoinSet<()>>,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -141,12 +151,24 @@ impl Fetcher {
         cache_writer: CacheWriter,
         damage: Arc<Damage>,
         blocking: Arc<dyn Blocking>,
+        pfs_streams: usize,
     ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        // A peer waits as long for all of its request.
-        let origins = Origins::new(blocking.clone(), peers.deadlines().request / 4 * 3);
-        Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking, origins }
+        let origins = Arc::new(Origins::new(blocking.clone(), pfs_streams, peers.deadlines().origin));
+        Self {
+            arena,
+            peers,
+            cache_writer,
+            remote,
+            served,
+            joined: AtomicU64::new(0),
+            owners,
+            damage,
+            blocking,
+            origins,
+            origin_loads: Mutex::default(),
+        }
     }
 
     /// Chunks that came over the network.
@@ -157,6 +179,11 @@ impl Fetcher {
     /// Chunks that this node sent to peers.
     pub(crate) fn served(&self) -> Reads {
         self.served.get()
+    }
+
+    /// What this node read from origins.
+    pub(crate) fn origins(&self) -> OriginStatus {
+        self.origins.status()
     }
 
     /// Requests that joined a fetch already in flight.
@@ -238,30 +265,17 @@ impl Fetcher {
         fetching
     }
 
-    /// Reads chunks of blocks that this node owns, but has on no drive, from their origins.
-    async fn load_from_origins(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
-        let (chunks, dataset) = (group.chunks(), group.dataset().clone());
-        let reading = chunks.iter().zip(group.take_slots()).map(|(&chunk, slot)| self.origins.fill(&dataset, chunk, slot));
-        let (mut verified, mut errors) = (Vec::with_capacity(chunks.len()), Vec::with_capacity(chunks.len()));
-        for (read, &chunk) in join_all(reading).await.into_iter().zip(&chunks) {
-            let (slot, error) = read.map_or_else(|error| (None, Some(error)), |slot| (Some(slot), None));
-            verified.push(slot);
-            errors.push(error.map(|error| read_error(&dataset, chunk, error.into())));
-        }
-        self.finish(group, verified, errors, caching)
-    }
-
-    /// Sends one message to the owner, and another one for the chunks that arrived damaged or that the owner could not read.
+    /// Sends one message to the owner, and further ones for the chunks that arrived damaged or that the owner could not read. Asks
+    /// for a chunk that the owner is still reading from its origin until the deadline.
     async fn load(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
         let (owner, chunks, dataset) = (group.owner, group.chunks(), group.dataset().clone());
-        if owner == NodeId::NONE {
-            return fail(&dataset, group, ReadError::NoOwner);
-        }
         let mut slots = group.take_slots();
         let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
         let mut errors: Vec<Option<FetchError>> = vec![None; chunks.len()];
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
-        for attempt in 1..=FETCH_ATTEMPTS_MAX {
+        let mut attempt = 1;
+        let mut last_progress = Instant::now();
+        while attempt <= FETCH_ATTEMPTS_MAX && !remaining.is_empty() {
             let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
             // What the owner sent before was bad, so from the second attempt on it examines its copies.
             let recheck = attempt > 1;
@@ -275,19 +289,34 @@ impl Fetcher {
                     break;
                 }
             };
+            let mut has_bad = false;
             for (number, received) in std::mem::take(&mut remaining).into_iter().zip(received) {
+                let chunk = || ChunkName::new(&dataset, chunks[number]);
                 let (slot, error) = match received {
                     Received::Verified(slot) => {
-                        verified[number] = Some(slot);
+                        (verified[number], last_progress) = (Some(slot), Instant::now());
                         continue;
                     }
-                    Received::Missing(reason) => {
-                        let chunk = ChunkName::new(&dataset, chunks[number]);
-                        errors[number] = Some(FetchError::NotHeld { owner, chunk, reason });
+                    Received::NotHeld => {
+                        errors[number] = Some(FetchError::NotHeld { owner, chunk: chunk() });
+                        continue;
+                    }
+                    Received::Failed(reason) => {
+                        errors[number] = Some(FetchError::AtOwner { owner, chunk: chunk(), reason });
+                        continue;
+                    }
+                    Received::Late(slot) => {
+                        let timeout = self.peers.deadlines().origin;
+                        let late = OriginFailure::Late { seconds: timeout.as_secs() };
+                        errors[number] = Some(read_error(&dataset, chunks[number], late.into()));
+                        if last_progress.elapsed() < timeout {
+                            remaining.push(number);
+                            slots.push(slot);
+                        }
                         continue;
                     }
                     Received::Damaged(slot, mismatch) => {
-                        self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
+                        self.damage.record(Hop::Fetched, owner, chunk(), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
                     // Another attempt for this chunk alone may succeed: its owner's drive may return the bytes this time, or
@@ -297,10 +326,9 @@ impl Fetcher {
                 errors[number] = Some(read_error(&dataset, chunks[number], error));
                 remaining.push(number);
                 slots.push(slot);
+                has_bad = true;
             }
-            if remaining.is_empty() {
-                break;
-            }
+            attempt += usize::from(has_bad);
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
@@ -347,8 +375,8 @@ impl Fetcher {
         let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
         let reply = match pulled {
-            Ok((ReadReply::Chunks { missing, reason }, pulled)) if pulled.slots.len() == count => {
-                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, reason, unread: pulled.unread }
+            Ok((ReadReply::Chunks { missing, reasons }, pulled)) if pulled.slots.len() == count => {
+                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, reasons, unread: pulled.unread }
             }
             Ok(_) => return Err(ReadError::WrongReply(owner)),
             Err(error) => {
@@ -365,71 +393,6 @@ impl Fetcher {
         self.remote.add(count as u64, bytes);
         reply.verify(&*self.blocking, dataset, chunks).await
     }
-
-    /// Answers a peer that reads chunks of blocks that this node owns. With `recheck`, this node first examines its copies, and no
-    /// longer uses those that are bad.
-    pub(crate) async fn serve(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> Served {
-        if recheck {
-            // Whoever asked gets the errors of the chunks themselves.
-            self.recheck(dataset, chunks).await;
-        }
-        dataset.prefetch(chunks);
-        let mut pieces: Vec<Option<Piece>> = chunks.iter().map(|&chunk| dataset.piece(chunk)).collect();
-        let is_mine = |chunk: Chunk| dataset.catalog().owner(chunk.block) == Some(self.peers.own_node());
-        let absent = (0..chunks.len()).filter(|&index| pieces[index].is_none() && is_mine(chunks[index])).collect::<Vec<_>>();
-        let mut reason = String::new();
-        if !absent.is_empty() {
-            let wanted: Vec<Chunk> = absent.iter().map(|&index| chunks[index]).collect();
-            for (index, read) in absent.into_iter().zip(self.read_absent(dataset, &wanted).await) {
-                match read {
-                    Ok(bytes) => pieces[index] = Some(Piece::Bytes(bytes)),
-                    Err(error) => reason = error.to_string(),
-                }
-            }
-        }
-        let missing = (0..).zip(&pieces).filter(|(_, piece)| piece.is_none()).map(|(index, _)| index).collect::<Vec<u32>>();
-        let pieces: Vec<Piece> = pieces.into_iter().map(|piece| piece.unwrap_or(Piece::Bytes(Vec::new()))).collect();
-        self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        Served { missing, reason, pieces }
-    }
-
-    /// Reads chunks that this node owns, but has on no drive, for peers. They go through the arena as long as it has room, so that
-    /// equal requests are joined, and this node's processes find the chunks there. A request of a peer does not wait for room in the
-    /// arena: two nodes could wait for each other.
-    async fn read_absent(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Result<Vec<u8>, FetchError>> {
-        let mut read: Vec<Option<Result<Vec<u8>, FetchError>>> = chunks.iter().map(|_| None).collect();
-        let mut fetch = self.begin_if_room(dataset, chunks, u64::MAX);
-        while let Some(part) = fetch.next().await {
-            for (index, fetched) in part {
-                let Some(read) = read.get_mut(index as usize) else { continue };
-                *read = match fetched {
-                    Fetched::Leased(lease) => Some(Ok(lease.bytes().to_vec())),
-                    Fetched::Failed(error) => Some(Err(error)),
-                    // A copy that this node caches may be freed at any moment.
-                    Fetched::Local => None,
-                };
-            }
-        }
-        let reading = chunks.iter().zip(read).map(|(&chunk, read)| async move {
-            if let Some(read) = read {
-                return read;
-            }
-            let len = dataset.chunk(chunk).map_or(0, |info| info.len);
-            let filled = self.origins.fill(dataset, chunk, vec![0; len as usize]).await;
-            filled.map_err(|error| read_error(dataset, chunk, error.into()))
-        });
-        join_all(reading).await
-    }
-}
-
-/// The answer to a peer's request for chunks.
-pub(crate) struct Served {
-    /// Chunks that cannot be read here, by position in the request.
-    pub(crate) missing: Vec<u32>,
-    /// Why the last one of them cannot be read; empty if this node does not own it.
-    pub(crate) reason: String,
-    /// A piece for each chunk.
-    pub(crate) pieces: Vec<Piece>,
 }
 
 /// Separates the chunks that need no fetch from the chunks that need one.

@@ -55,6 +55,33 @@ pub struct StageInPlan {
     pub files_are_all_known: bool,
     /// What was left out while planning, such as devices in a tree.
     pub counts: Counts,
+    /// What the sources unpack to.
+    pub sizes: UnpackedSizes,
+}
+
+/// What sources unpack to, as far as planning tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnpackedSizes {
+    /// Upper bound on the bytes of the samples that can be read again from their sources, one by one.
+    pub readable_bytes_max: u64,
+    /// Bytes of the samples in compressed tars that tell their unpacked size.
+    pub unreadable_bytes_min: u64,
+    /// Length of the compressed tars that do not.
+    pub untold_bytes: u64,
+}
+
+/// An estimate of what plain tars contain.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TarSamples {
+    /// Number of samples.
+    pub files: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// Estimates how many samples plain tars contain.
+pub fn sample_tars(tars: &[Source], _: &Selection, _: &ProgressMonitor) -> Result<TarSamples, StageInError> {
+    Ok(TarSamples { files: 0, bytes: tars.iter().map(|tar| tar.version.size).sum() })
 }
 
 /// A plain tar that is split into ranges.

@@ -21,8 +21,10 @@ pub(crate) enum FetchError {
     ArenaFull,
     #[error("the dataset has no block {}", .0.0)]
     NoSuchBlock(BlockId),
-    #[error("node {owner} does not hold {chunk}: {reason}")]
-    NotHeld { owner: NodeId, chunk: ChunkName, reason: String },
+    #[error("node {owner} does not hold {chunk}")]
+    NotHeld { owner: NodeId, chunk: ChunkName },
+    #[error("node {owner} cannot read {chunk}: {reason}")]
+    AtOwner { owner: NodeId, chunk: ChunkName, reason: String },
     #[error("cannot read {chunk}: {source}")]
     Read { chunk: ChunkName, source: ReadError },
     #[error(
@@ -56,8 +58,6 @@ pub(crate) enum ReadError {
     Verify(#[source] JobLost),
     #[error("its owner sent no bytes")]
     Nothing,
-    #[error("no node stores it; stage the dataset in again, on nodes with more room")]
-    NoOwner,
     /// Another request was fetching the chunk and failed.
     #[error(transparent)]
     Joined(LoadFailure),

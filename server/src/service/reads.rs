@@ -30,8 +30,8 @@ impl Reads {
                     let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());
                     return Err(Rejection::new(RejectionKind::Invalid, reason));
                 }
-                let Served { missing, reason, pieces } = self.fetcher.serve(&dataset, &chunks, recheck).await;
-                Ok((ReadReply::Chunks { missing, reason }, pieces))
+                let Served { missing, reasons, pieces } = self.fetcher.serve(&dataset, &chunks, recheck).await;
+                Ok((ReadReply::Chunks { missing, reasons }, pieces))
             }
             ReadRequest::Run { stage_in, run, offset } => {
                 Ok(with_checksum(self.stage_ins.get(stage_in)?.read_run(run, offset, first_room)?))

@@ -30,9 +30,18 @@ pub(crate) struct PreparedCatalog {
 }
 
 impl NodeStageIn {
+    /// Reserves room for the catalog of `files` files, in addition to what is reserved already. Evicts cached blocks if there is
+    /// not enough. If there still is no room, the stage-in fails when the catalog arrives, and the user learns why.
+    pub(super) async fn reserve_room_for_catalog(&self, files: u64) {
+        let missing = self.reserve_catalog_room(files);
+        if missing > 0 && self.context.room.make_room(missing).await.is_ok_and(|made| made) {
+            self.reserve_catalog_room(files);
+        }
+    }
+
     /// Reserves room for the catalog of `files` files. If there is not enough room, reserves none, and returns how many bytes
     /// are missing.
-    pub(super) fn reserve_catalog_room(&self, files: u64) -> u64 {
+    fn reserve_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(room) = &mut *room else { return 0 };
         let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());

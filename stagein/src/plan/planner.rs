@@ -49,6 +49,7 @@ impl<'a> Planner<'a> {
             known_names_len: 0,
             files_are_all_known: true,
             counts: Counts::default(),
+            sizes: super::UnpackedSizes::default(),
         };
         let selector = Selector::new(request.selection)?;
         let (selection, workers) = (request.selection, request.workers);
@@ -119,6 +120,10 @@ impl<'a> Planner<'a> {
             let (rivalry, ticket) = (self.rivalry, 0);
             let source =
                 self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression, version, inode });
+            match compression {
+                Compression::None => self.plan.sizes.readable_bytes_max += metadata.len(),
+                _ => self.plan.sizes.untold_bytes += metadata.len(),
+            }
             return match (kind, compression) {
                 (SourceKind::Zip, _) => self.plan_zip(source, path, &prefix, metadata),
                 (_, Compression::None) => self.plan_plain_tar(source, path, &prefix, metadata),
@@ -134,6 +139,7 @@ impl<'a> Planner<'a> {
         }
         self.plan.known_files += 1;
         self.plan.known_bytes += metadata.len();
+        self.plan.sizes.readable_bytes_max += metadata.len();
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
         let source = self.push_source(Source { path: root.clone(), prefix: name.clone(), kind, compression, version, inode });
@@ -227,6 +233,7 @@ impl<'a> Planner<'a> {
                         self.plan.known_files += 1;
                         self.plan.source_bytes += size;
                         self.plan.known_bytes += size;
+                        self.plan.sizes.readable_bytes_max += size;
                     }
                     self.plan.known_names_len += entry.path.len() as u64;
                     if batch.push(entry) {

@@ -8,7 +8,9 @@ use dayfly_launch::units;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
 use dayfly_meta::text::without_os_numbers;
-use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
+use dayfly_meta::wire::status::{
+    Network, NodeEntry, NodeStatus, OriginStatus, Reads, SOURCES, Source, Status as SessionStatus, total,
+};
 use serde_json::{Value, json};
 
 use super::{policy, query};
@@ -119,6 +121,19 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         print_line!("{line}");
     }
     for NodeEntry { node, status, .. } in &status.nodes {
+        let Ok(NodeStatus { origins, left_out_bytes, .. }) = status else { continue };
+        if *left_out_bytes == 0 && *origins == OriginStatus::default() {
+            continue;
+        }
+        print_line!(
+            "node {node} owns {} that it does not store; it has read {} from the sources in {}, with {}",
+            show(*left_out_bytes),
+            counted(origins.reads),
+            units::counted(origins.operations, "operation"),
+            units::counted(origins.failures, "failure")
+        );
+    }
+    for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
         print_line!(
             "node {node} reaches its peers by {}: {}",
@@ -175,6 +190,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
             "reads": by_source(&status.reads),
             "remote_reads": status.remote.count, "remote_bytes": status.remote.bytes, "joined": status.joined,
             "served_reads": status.served.count, "served_bytes": status.served.bytes,
+            "origins": origins(status),
             "owners": status.owners.iter().map(|owner| json!({
                 "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "busy_us": owner.busy_us,
             })).collect::<Vec<_>>(),
@@ -212,6 +228,14 @@ fn network_as_json(network: &Network) -> Value {
         "posts": network.posts, "works": network.works, "completions": network.completions, "wake_ups": network.wake_ups,
         "written_bytes": network.written_bytes, "read_bytes": network.read_bytes, "queue_pairs": network.queue_pairs,
         "failed": network.failed, "registered_bytes": network.registered_bytes,
+    })
+}
+
+fn origins(status: &NodeStatus) -> Value {
+    let OriginStatus { reads, operations, failures } = status.origins;
+    json!({
+        "left_out_bytes": status.left_out_bytes, "reads": reads.count, "bytes": reads.bytes, "operations": operations,
+        "failures": failures,
     })
 }
 

@@ -36,15 +36,38 @@ pub enum ReadRequest {
     },
 }
 
+/// A chunk that a peer does not send.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissingChunk {
+    /// The chunk's position in the request.
+    pub index: u32,
+    /// Why it is missing.
+    pub why: WhyMissing,
+}
+
+/// Why a peer does not send a chunk.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhyMissing {
+    /// The peer does not own it.
+    NotOwned,
+    /// The peer is still reading it from its origin. Ask again.
+    Late,
+    /// The peer cannot read it.
+    Failed {
+        /// Index among the reply's reasons.
+        reason: u32,
+    },
+}
+
 /// The answer to a [`ReadRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum ReadReply {
     /// The chunks lie in their slots.
     Chunks {
-        /// Chunks that the peer does not hold, by position in the request.
-        missing: Vec<u32>,
-        /// Why the peer cannot read one of them from its origin; empty if it does not own it.
-        reason: String,
+        /// Chunks that the peer does not send.
+        missing: Vec<MissingChunk>,
+        /// Why chunks cannot be read; each reason once.
+        reasons: Vec<String>,
     },
     /// The bytes lie in the slot.
     Bytes {

@@ -221,7 +221,4 @@ fn the_threshold_falls_with_every_step_and_reaches_zero() {
     assert!(steps < 10_000, "{steps}");
     assert_eq!(lowered_threshold(ALL, 10, 10), 0);
     assert_eq!(lowered_threshold(ALL, 10, 0), 0);
-    assert_eq!(threshold_for(1 << 40, 1 << 30), ALL);
-    assert_eq!(threshold_for(0, 1 << 30), 0);
-    assert_eq!(threshold_for(0, 0), ALL);
 }
