@@ -208,6 +208,10 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// Windows in which a plan looks for headers, to estimate what plain tars contain.
+pub const TAR_WINDOWS_MAX: u64 = 64;
+/// Length of such a window.
+pub const TAR_WINDOW_LEN: u64 = 256 << 10;
 /// A compressed source that does not tell its unpacked size is expected to grow by this factor. This
 /// only decides how much room the samples of other sources leave it.
 pub const ARCHIVE_GROWTH_GUESS: u64 = 4;

@@ -8,6 +8,7 @@
 //! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!
 //! Planning reads directories, central directories of zips and some tar headers, but no data.
+//! [`sample_tars`] looks into plain tars to estimate what they contain.
 
 mod activity;
 mod glob;
@@ -15,6 +16,7 @@ mod planner;
 mod preflight;
 mod source_paths;
 mod tar_ranges;
+mod tar_samples;
 mod unit_queue;
 
 use std::fs::File;
@@ -26,6 +28,7 @@ use dayfly_meta::wire::peer::Rivalry;
 use activity::PlanActivity;
 use planner::Planner;
 pub use preflight::check_sources;
+pub use tar_samples::{TarSamples, sample_tars};
 pub use unit_queue::UnitQueue;
 
 use crate::StageInError;
@@ -68,20 +71,6 @@ pub struct UnpackedSizes {
     pub unreadable_bytes_min: u64,
     /// Length of the compressed tars that do not.
     pub untold_bytes: u64,
-}
-
-/// An estimate of what plain tars contain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TarSamples {
-    /// Number of samples.
-    pub files: u64,
-    /// Their bytes.
-    pub bytes: u64,
-}
-
-/// Estimates how many samples plain tars contain.
-pub fn sample_tars(tars: &[Source], _: &Selection, _: &ProgressMonitor) -> Result<TarSamples, StageInError> {
-    Ok(TarSamples { files: 0, bytes: tars.iter().map(|tar| tar.version.size).sum() })
 }
 
 /// A plain tar that is split into ranges.

@@ -22,7 +22,7 @@ use crate::StageInError;
 use crate::selection::Selector;
 use crate::source::directory::{WalkItem, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
-use crate::source::zip::{Part, ZipError, parts};
+use crate::source::zip::{Part, Record, ZipError, parts};
 use crate::source::{classify, without_archive_ending};
 
 /// Adds sources to a plan one by one.
@@ -121,6 +121,7 @@ impl<'a> Planner<'a> {
             let source =
                 self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression, version, inode });
             match compression {
+                Compression::None if kind == SourceKind::Zip => {}
                 Compression::None => self.plan.sizes.readable_bytes_max += metadata.len(),
                 _ => self.plan.sizes.untold_bytes += metadata.len(),
             }
@@ -173,6 +174,9 @@ impl<'a> Planner<'a> {
         let file = File::open(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         let name = path.as_os_str().as_bytes().to_vec();
         let read = parts::<ZipPlanError>(&file, &mut |Part { records, offset, bytes }, shift| {
+            for record in Record::read_all(&records, offset, shift).map_err(ZipPlanError::Zip)? {
+                self.plan.sizes.readable_bytes_max = self.plan.sizes.readable_bytes_max.saturating_add(record.size);
+            }
             let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
             let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work };
             self.push_unit(unit, bytes).map_err(ZipPlanError::StageIn)
