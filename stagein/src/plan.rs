@@ -67,6 +67,8 @@ pub struct StageInPlan {
 pub struct UnpackedSizes {
     /// Upper bound on the bytes of the samples that can be read again from their sources, one by one.
     pub readable_bytes_max: u64,
+    /// Number of members of zips.
+    pub zip_members: u64,
     /// Bytes of the samples in compressed tars that tell their unpacked size.
     pub unreadable_bytes_min: u64,
     /// Length of the compressed tars that do not.

@@ -38,6 +38,11 @@ pub(crate) enum CoordinatorError {
         if *can_be_left { LEAVE } else { "" }
     )]
     NotEnoughRoom { needed: u64, free: Vec<u64>, can_be_left: bool },
+    #[error(
+        "each node needs about {} for the catalog, and node {node} has {} free; {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(*free)
+    )]
+    NoCatalogRoom { needed: u64, node: usize, free: u64 },
     /// A node found no room on any node. `free` is from the start of the stage-in.
     #[error(
         "{cause}; {} were stored, and all nodes together had {} free ({}); {MORE_ROOM}",

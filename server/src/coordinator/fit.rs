@@ -38,7 +38,11 @@ impl Fit {
     /// Compares amounts with the free bytes of each node.
     pub(super) fn of(amounts: Amounts, free: &[u64], is_required: bool) -> Result<Self, CoordinatorError> {
         let Amounts { files, readable_bytes, unreadable_bytes, untold_bytes } = amounts;
-        let catalogs = files.saturating_mul(CATALOG_FILE_LEN).saturating_mul(free.len() as u64);
+        let catalog = files.saturating_mul(CATALOG_FILE_LEN);
+        if let Some((node, &free)) = free.iter().enumerate().find(|&(_, &free)| free < catalog) {
+            return Err(CoordinatorError::NoCatalogRoom { needed: catalog, node, free });
+        }
+        let catalogs = catalog.saturating_mul(free.len() as u64);
         let room = free.iter().sum::<u64>().saturating_sub(catalogs);
         let too_much = |needed: u64, can_be_left: bool| {
             Err(CoordinatorError::NotEnoughRoom { needed: needed.saturating_add(catalogs), free: free.to_vec(), can_be_left })
@@ -60,7 +64,8 @@ impl Fit {
         let stored_bytes = must_be_stored.min(room) + room_for_readable;
         let permille = (u128::from(stored_bytes) * 1000).checked_div(all_bytes.into()).unwrap_or(0) as u64;
         let chosen = (u128::from(room_for_readable) * u128::from(CHOSEN_PERMILLE) / 1000) as u64;
-        let share = StoredShare::that_fits(chosen, readable_bytes);
+        // Less than all, so that nodes know from the beginning that their room will not suffice.
+        let share = StoredShare::that_fits(chosen.min(readable_bytes - 1), readable_bytes);
         Ok(Self { stored_share: Some(share), partial: Some((all_bytes, permille)), ..all })
     }
 }
@@ -117,8 +122,12 @@ mod tests {
     fn catalogs_take_room_on_every_node_and_sums_do_not_overflow() {
         let amounts = Amounts { files: MIB, readable_bytes: 900 * MIB, ..Amounts::default() };
         assert!(Fit::of(amounts, &[500 * MIB, 500 * MIB], false).unwrap().partial.is_some());
-        let huge = Amounts { files: u64::MAX, readable_bytes: u64::MAX, unreadable_bytes: 0, untold_bytes: u64::MAX };
+        let huge = Amounts { files: 0, readable_bytes: u64::MAX, unreadable_bytes: 0, untold_bytes: u64::MAX };
         assert!(Fit::of(huge, &[1, 2], false).unwrap().partial.is_some());
         assert!(Fit::of(Amounts { unreadable_bytes: u64::MAX, ..huge }, &[1, 2], false).is_err());
+        let many = Amounts { files: 10, ..Amounts::default() };
+        let message = Fit::of(many, &[1280, 1279], false).unwrap_err().to_string();
+        assert!(message.contains("node 1 has 1.2KiB free") && message.contains("for the catalog"), "{message}");
+        Fit::of(many, &[1280, 1280], false).unwrap();
     }
 }

@@ -104,12 +104,14 @@ async fn run_to_end(
     let free = free_room(context).await?;
     let fit = tokio::select! {
         biased;
-        fit = judge_fit(context, &request, &plan, &free, planning.0.clone()) => fit?,
+        fit = judge_fit(context, &request, &plan, &free, planning.0.clone()) => fit,
         stalled = planning_stalls(context, &planning.0) => return Err(stalled),
         () = events.closed() => return Err(CoordinatorError::Cancelled),
         never = report_phase(context, events, Phase::Planning) => never,
     };
-    let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), fit))).await;
+    let partial = fit.as_ref().ok().and_then(|fit| fit.partial);
+    let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), partial))).await;
+    let fit = fit?;
     let number = coordinator.last_number.fetch_add(1, Ordering::Relaxed) + 1;
     tracing::Span::current().record("stage_in", number);
     let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
@@ -228,7 +230,7 @@ async fn judge_fit(
 ) -> Result<Fit, CoordinatorError> {
     let sizes = plan.sizes;
     let amounts = Amounts {
-        files: plan.known_files,
+        files: plan.known_files + sizes.zip_members,
         readable_bytes: sizes.readable_bytes_max,
         unreadable_bytes: sizes.unreadable_bytes_min,
         untold_bytes: sizes.untold_bytes,
@@ -241,9 +243,10 @@ async fn judge_fit(
     let tars_len: u64 = tars.iter().map(|source| source.version.size).sum();
     let selection = request.selection.clone();
     let sampling = context.blocking.run(move || plan::sample_tars(&tars, &selection, &monitor));
+    // The number of files is only roughly known, and blocks must not take the catalog's room.
     let in_tars = sampling.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))?;
     let amounts = Amounts {
-        files: amounts.files + in_tars.files,
+        files: amounts.files + in_tars.files * 2,
         readable_bytes: amounts.readable_bytes.saturating_sub(tars_len).saturating_add(in_tars.bytes),
         ..amounts
     };
@@ -254,7 +257,7 @@ fn is_plain_tar(source: &Source) -> bool {
     source.kind == SourceKind::Tar && source.compression == Compression::None
 }
 
-fn estimate(plan: &StageInPlan, free_bytes: u64, fit: Fit) -> StageInEstimate {
+fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) -> StageInEstimate {
     StageInEstimate {
         sources: plan.sources.len() as u64,
         source_bytes: plan.source_bytes,
@@ -263,7 +266,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64, fit: Fit) -> StageInEstimate {
         least_bytes: plan.known_bytes,
         catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
         free_bytes,
-        partial: fit.partial,
+        partial,
     }
 }
 

@@ -78,7 +78,11 @@ impl Fetcher {
                 let index = index as usize;
                 is_left[index] = false;
                 match fetched {
-                    Fetched::Leased(lease) => read[index] = Some(Ok(lease.bytes().to_vec())),
+                    Fetched::Leased(lease) => {
+                        read[index] = Some(Ok(lease.bytes().to_vec()));
+                        // There may be room for it on a drive now, even if there was none when it arrived.
+                        self.cache_writer.enqueue(dataset, chunks[index], || Some(lease));
+                    }
                     Fetched::Failed(error) => read[index] = Some(Err(error)),
                     // The copy that this node caches may be freed at any moment.
                     Fetched::Local => read[index] = self.read_cached(dataset, chunks[index]).await,

@@ -13,6 +13,8 @@ use crate::store::{Drive, NewDataset, Reservation};
 
 /// Bytes that a file takes in a catalog and in the table of locations, if its name has the usual length.
 const CATALOG_FILE_LEN: u64 = 128;
+/// Bytes that a catalog takes in addition: each of its columns begins on a page.
+const CATALOG_LEN_MIN: u64 = 64 << 10;
 /// The table of locations takes less room than the catalog, so twice the catalog's length suffices for both.
 const CATALOG_AND_LOCATIONS: u64 = 2;
 
@@ -44,7 +46,7 @@ impl NodeStageIn {
     fn reserve_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(room) = &mut *room else { return 0 };
-        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        let more = (files.saturating_mul(CATALOG_FILE_LEN) + CATALOG_LEN_MIN).saturating_sub(room.bytes());
         if room.grow(more) { 0 } else { more }
     }
 

@@ -175,6 +175,7 @@ impl<'a> Planner<'a> {
         let name = path.as_os_str().as_bytes().to_vec();
         let read = parts::<ZipPlanError>(&file, &mut |Part { records, offset, bytes }, shift| {
             for record in Record::read_all(&records, offset, shift).map_err(ZipPlanError::Zip)? {
+                self.plan.sizes.zip_members += 1;
                 self.plan.sizes.readable_bytes_max = self.plan.sizes.readable_bytes_max.saturating_add(record.size);
             }
             let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
