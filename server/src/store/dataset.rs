@@ -64,7 +64,7 @@ pub(crate) struct Dataset {
     locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
-    /// This node.
+    /// The node that this part of the dataset is on.
     me: NodeId,
     owned: Owned,
     cached_blocks: CachedBlocks,

@@ -23,7 +23,7 @@ use crate::source::tar::{BLOCK_LEN, Extension, Next, TarKind, TarReader, find_he
 pub struct TarSamples {
     /// Number of samples that the selection takes.
     pub files: u64,
-    /// Their bytes.
+    /// The total size of these samples, in bytes.
     pub bytes: u64,
 }
 
