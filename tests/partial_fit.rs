@@ -186,9 +186,9 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
     let left_out: Vec<usize> = (0..lens.len()).filter(|&number| !is_stored(number)).collect();
     assert!((300..800).contains(&left_out.len()), "{}", left_out.len());
     fs::rename(cluster.at("tree"), cluster.at("away")).unwrap();
-    for number in 0..lens.len() {
-        match read(&view, number, lens[number]) {
-            Ok(bytes) => assert!(bytes == content(number, lens[number]) && is_stored(number), "file {number}"),
+    for (number, &len) in lens.iter().enumerate() {
+        match read(&view, number, len) {
+            Ok(bytes) => assert!(bytes == content(number, len) && is_stored(number), "file {number}"),
             Err(error) => {
                 assert!(!is_stored(number) && error.contains("does not exist anymore") && error.contains("tree"), "{error}");
             }
@@ -202,9 +202,9 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
     fs::write(&file, content(replaced + 1, lens[replaced])).unwrap();
     // Even the file's time is as before, so only the checksum shows the change.
     fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap();
-    for number in 0..lens.len() {
-        match read(&view, number, lens[number]) {
-            Ok(bytes) => assert!(bytes == content(number, lens[number]) && ![changed, replaced].contains(&number)),
+    for (number, &len) in lens.iter().enumerate() {
+        match read(&view, number, len) {
+            Ok(bytes) => assert!(bytes == content(number, len) && ![changed, replaced].contains(&number)),
             Err(error) if number == changed => assert!(error.contains("it was modified"), "{error}"),
             Err(error) => assert!(number == replaced && error.contains("other bytes"), "{number}: {error}"),
         }

@@ -270,8 +270,8 @@ impl Fetcher {
     async fn load(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
         let (owner, chunks, dataset) = (group.owner, group.chunks(), group.dataset().clone());
         let mut slots = group.take_slots();
-        let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
-        let mut errors: Vec<Option<FetchError>> = vec![None; chunks.len()];
+        let unsent = |&chunk: &Chunk| Err(read_error(&dataset, chunk, ReadError::Nothing));
+        let mut outcomes: Vec<Result<Slot, FetchError>> = chunks.iter().map(unsent).collect();
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
         let mut attempt = 1;
         let mut last_progress = Instant::now();
@@ -281,10 +281,9 @@ impl Fetcher {
             let recheck = attempt > 1;
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
-                Err(error) if attempt == 1 => return fail(&dataset, group, error),
                 Err(error) => {
                     for number in remaining {
-                        errors[number] = Some(read_error(&dataset, chunks[number], error.clone()));
+                        outcomes[number] = Err(read_error(&dataset, chunks[number], error.clone()));
                     }
                     break;
                 }
@@ -294,21 +293,21 @@ impl Fetcher {
                 let chunk = || ChunkName::new(&dataset, chunks[number]);
                 let (slot, error) = match received {
                     Received::Verified(slot) => {
-                        (verified[number], last_progress) = (Some(slot), Instant::now());
+                        (outcomes[number], last_progress) = (Ok(slot), Instant::now());
                         continue;
                     }
                     Received::NotHeld => {
-                        errors[number] = Some(FetchError::NotHeld { owner, chunk: chunk() });
+                        outcomes[number] = Err(FetchError::NotHeld { owner, chunk: chunk() });
                         continue;
                     }
                     Received::Failed(reason) => {
-                        errors[number] = Some(FetchError::AtOwner { owner, chunk: chunk(), reason });
+                        outcomes[number] = Err(FetchError::AtOwner { owner, chunk: chunk(), reason });
                         continue;
                     }
                     Received::Late(slot) => {
                         let timeout = self.peers.deadlines().origin;
                         let late = OriginFailure::Late { seconds: timeout.as_secs() };
-                        errors[number] = Some(read_error(&dataset, chunks[number], late.into()));
+                        outcomes[number] = Err(read_error(&dataset, chunks[number], late.into()));
                         if last_progress.elapsed() < timeout {
                             remaining.push(number);
                             slots.push(slot);
@@ -323,7 +322,7 @@ impl Fetcher {
                     // the chunk may have been withdrawn while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
-                errors[number] = Some(read_error(&dataset, chunks[number], error));
+                outcomes[number] = Err(read_error(&dataset, chunks[number], error));
                 remaining.push(number);
                 slots.push(slot);
                 has_bad = true;
@@ -332,29 +331,27 @@ impl Fetcher {
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
-        self.finish(group, verified, errors, caching)
+        self.finish(group, outcomes, caching)
     }
 
     /// Makes the verified chunks of a group resident, and caches them.
-    fn finish(
-        &self,
-        group: LoadGroup,
-        verified: Vec<Option<Slot>>,
-        errors: Vec<Option<FetchError>>,
-        caching: Caching,
-    ) -> FetchedChunks {
+    fn finish(&self, group: LoadGroup, outcomes: Vec<Result<Slot, FetchError>>, caching: Caching) -> FetchedChunks {
         let (chunks, dataset) = (group.chunks(), group.dataset().clone());
+        let ended = group.end(outcomes.into_iter().map(|outcome| outcome.map_err(Arc::new)).collect());
         let mut fetched = FetchedChunks::with_capacity(chunks.len());
-        for ((chunk, (index, lease)), error) in chunks.into_iter().zip(group.fill(verified)).zip(errors) {
-            let Some(lease) = lease else {
-                let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Nothing));
-                fetched.push((index, Fetched::Failed(error)));
-                continue;
-            };
-            if caching == Caching::OnArrival {
-                self.cache_writer.enqueue(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
-            }
-            fetched.push((index, Fetched::Leased(lease)));
+        for (chunk, (index, outcome)) in chunks.into_iter().zip(ended) {
+            fetched.push((
+                index,
+                match outcome {
+                    Ok(lease) => {
+                        if caching == Caching::OnArrival {
+                            self.cache_writer.enqueue(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                        }
+                        Fetched::Leased(lease)
+                    }
+                    Err(error) => Fetched::Failed(FetchError::clone(&error)),
+                },
+            ));
         }
         fetched
     }
@@ -414,14 +411,12 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
 /// result is empty, and the caller asks for the chunk again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
     // This wait is bounded by the deadlines of the request that loads the chunk.
-    if let Ok(failure) = load.await {
-        return vec![(index, Fetched::Failed(read_error(&dataset, chunk, ReadError::Joined(failure))))];
+    if let Ok(failures) = load.await
+        && let Some(failure) = failures.get(&chunk)
+    {
+        let error = failure.downcast_ref::<FetchError>().cloned();
+        let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Joined(failure.clone())));
+        return vec![(index, Fetched::Failed(error))];
     }
     arena.find(&(dataset.id(), chunk)).map(|lease| (index, Fetched::Leased(lease))).into_iter().collect()
-}
-
-/// Fails all chunks of a group, both for this request and for the requests that joined the load.
-fn fail(dataset: &Dataset, group: LoadGroup, error: ReadError) -> FetchedChunks {
-    let failed = group.fail(Arc::new(error.clone()));
-    failed.into_iter().map(|(index, chunk)| (index, Fetched::Failed(read_error(dataset, chunk, error.clone())))).collect()
 }

@@ -213,7 +213,7 @@ where
     let mut wanted = Vec::with_capacity(group.len());
     for (_, chunk, buffer) in group.iter_mut() {
         let SamplePart { sample, start, .. } = part(dataset, *chunk).unwrap_or(NOTHING);
-        wanted.push(WantedBytes { sample, start, bytes: &mut **buffer });
+        wanted.push(WantedBytes { sample, start, bytes: buffer });
     }
     let results = reader.read_many(dataset.catalog(), &mut wanted);
     let verify = |(result, (_, chunk, buffer)): (Result<(), OriginError>, &(usize, Chunk, B))| {

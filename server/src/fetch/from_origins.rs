@@ -9,7 +9,7 @@ use tokio::sync::oneshot;
 use tracing::Instrument;
 
 use super::error::{ReadError, read_error};
-use super::{Caching, FetchedChunks, Fetcher};
+use super::{Caching, FetchError, FetchedChunks, Fetcher};
 use crate::arena::LoadGroup;
 
 impl Fetcher {
@@ -36,23 +36,12 @@ impl Fetcher {
 
     async fn read_and_finish(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
         let (chunks, dataset) = (group.chunks(), group.dataset().clone());
-        let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
-        let mut errors: Vec<Option<ReadError>> = chunks.iter().map(|_| None).collect();
+        let unread = |&chunk: &Chunk| Err(read_error(&dataset, chunk, ReadError::Nothing));
+        let mut outcomes: Vec<Result<Slot, FetchError>> = chunks.iter().map(unread).collect();
         let reading = self.origins.read(&dataset, &chunks, group.take_slots());
         for (number, read) in join_all(reading).await.into_iter().flatten() {
-            match read {
-                Ok(slot) => verified[number] = Some(slot),
-                Err(error) => errors[number] = Some(error.into()),
-            }
+            outcomes[number] = read.map_err(|error| read_error(&dataset, chunks[number], error.into()));
         }
-        match errors.as_slice() {
-            // Requests that joined this load get its failure. If there are several chunks, they ask again for those that failed.
-            [Some(error)] => super::fail(&dataset, group, error.clone()),
-            _ => {
-                let named = |(error, &chunk): (Option<ReadError>, &Chunk)| error.map(|error| read_error(&dataset, chunk, error));
-                let errors = errors.into_iter().zip(&chunks).map(named).collect();
-                self.finish(group, verified, errors, caching)
-            }
-        }
+        self.finish(group, outcomes, caching)
     }
 }

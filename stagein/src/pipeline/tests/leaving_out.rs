@@ -2,8 +2,11 @@
 
 use super::*;
 
-/// Stages in `source`, and returns for each file its name, its checksums, and which of its blocks are stored.
-fn stage_in(source: &Path, room: &[u64], share: StoredShare) -> Result<BTreeMap<String, (Vec<u32>, Vec<bool>)>, StageInError> {
+/// The checksums of each file's chunks, and which of its blocks are stored, by name.
+type Files = BTreeMap<String, (Vec<u32>, Vec<bool>)>;
+
+/// Stages in `source`.
+fn stage_in(source: &Path, room: &[u64], share: StoredShare) -> Result<Files, StageInError> {
     let selection = Selection { group: Grouping::Stem, ..Selection::default() };
     let sink = MemorySink { stored_share: Some(share), ..MemorySink::new(room) };
     let staged = run_within(planned(&[source], &selection)?, &selection, sink, 1 << 20, 1, &mut |_| 0)?;
