@@ -126,6 +126,7 @@
 //!     seed: 7,
 //!     decoders: DecoderLimits { threads: 1, ahead_len: 1 << 20 },
 //!     suspect_paths: Arc::default(),
+//!     stored_share: None,
 //! };
 //! let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
 //! let mut worker = Worker::new(&mut sink, runs, config, monitor)?;
