@@ -240,8 +240,8 @@ const TABLE: &[Row] = &[
     row(Ask::Read, 1, Far::DriveHangs, request, &["node 1", "did not answer within"]),
     works(Ask::Status, 1, Far::DriveHangs, at_once),
     row(Ask::StageIn, 1, Far::DriveHangs, stall, &["node 1"]),
-    row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
-    row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1: its drive cannot be read"]),
+    row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
+    row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
     row(Ask::StageIn, 1, Far::DriveFails, at_once, &["node 1"]),
     // Space, and permission.
     row(Ask::StageIn, 1, Far::Full, at_once, &["no node has room left"]),

@@ -99,8 +99,9 @@ fn read_all(cluster: &Cluster, files: usize, len: usize) -> Vec<(usize, String)>
 }
 
 /// SEMANTICS: "A drive that returns I/O errors affects only the data that it does not return. Each chunk that the drive does not
-/// return is requested twice. Then only reads of that chunk fail, with EIO and a message that says which node's drive failed. The
-/// node does not count as lost, and stage-ins continue."
+/// return is requested twice. The second time, the chunk's owner examines its copy of the block. If the copy is bad, the owner drops
+/// it and reads the chunk from its origin. If that is impossible, only reads of that chunk fail, with EIO and a message that says
+/// which node's drive failed. The node does not count as lost, and stage-ins continue."
 #[test]
 fn a_drive_with_io_errors_loses_only_its_own_data() {
     const LEN: usize = 100_000;
@@ -111,7 +112,8 @@ fn a_drive_with_io_errors_loses_only_its_own_data() {
     let failed = read_all(&cluster, 50, LEN);
     assert!(failed.is_empty(), "{failed:?}");
     drop(tampering);
-    // With permanent errors, reads of blocks on node 1 fail, and the error says so.
+    // With permanent errors of this call alone, the copies are not bad, but cannot be sent. Reads of blocks on node 1 fail, and the
+    // error says so.
     let tampering = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO").unwrap();
     let failed = read_all(&cluster, 150, LEN);
     assert!(failed.len() > 20 && failed.len() < 90, "{} of 150", failed.len());

@@ -189,7 +189,7 @@ fn full_nodes_cause_an_error_that_names_the_remedy() {
     let used = cluster.used_bytes();
     fs::create_dir(cluster.at("much")).unwrap();
     (0..40).for_each(|number| fs::write(cluster.at(format!("much/{number}")), vec![1; 1 << 19]).unwrap());
-    let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
+    let message = cluster.fails(1, &["stage-in", "--require-fit", "much", "/dayfly/much"]);
     for words in ["the sources take at least 20.0MiB", "MiB free (node 0: ", "--capacity", "more nodes", "--data-dir"] {
         assert!(message.contains(words), "{words}: {message}");
     }
@@ -229,7 +229,7 @@ fn a_full_file_system_ends_the_stage_in_and_its_space_is_free_again() {
     let cluster = ground.up_with(2, &["--data-dir", small.to_str().unwrap(), "--capacity", "1GiB"]);
     // A stage-in that is known to be too large, such as this one of a folder, does not start. For an archive, the size of the
     // content is known only after the archive has been read.
-    let message = cluster.fails(1, &["stage-in", "much", "/dayfly/much"]);
+    let message = cluster.fails(1, &["stage-in", "--require-fit", "much", "/dayfly/much"]);
     assert!(message.contains("free on all nodes"), "{message}");
     pack(&cluster.at("much.tar.gz"), &cluster.at("much"), &[]);
     let message = cluster.fails(1, &["stage-in", "much.tar.gz", "/dayfly/much"]);

@@ -399,7 +399,10 @@ fn up_in_the_foreground_prints_why_it_ends() {
     command.args(["up", "--foreground", "--local", "2"]).stdout(Stdio::null()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let _killed = Pids(vec![child.id() as i32]);
-    wait_until("the session is up", || ground.output(&["status"]).status.success());
+    // A server answers before the others have started.
+    wait_until("the session is up", || {
+        text(&ground.output(&["status", "--json"]).stdout).matches("\"stage_in_workers\"").count() == 2
+    });
     fs::remove_dir_all(dayfly_client::locate::runtime_dir_in(ground.runtime.path())).unwrap();
     let status = wait_for(&mut child, Duration::from_secs(60)).expect("it ends");
     let mut errors = String::new();

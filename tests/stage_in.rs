@@ -536,7 +536,7 @@ fn a_report_is_written_and_events_name_each_node() {
     cluster.down();
 }
 
-/// SEMANTICS: "A drive that fills up ends the stage-in, and the stage-in's space is free again."
+/// SEMANTICS: "A drive that fills up ends a stage-in whose samples must be stored, and the stage-in's space is free again."
 fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let disk = ground.at("disk");
@@ -549,14 +549,14 @@ fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let unmount = Unmount(disk.clone());
     fs::create_dir(ground.at("large")).unwrap();
     (0..300).for_each(|number| fs::write(ground.at(format!("large/{number}")), vec![7; 100_000]).unwrap());
-    pack(&ground.at("large.tar"), &ground.at("large"), &[]);
+    pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     fs::create_dir(ground.at("small")).unwrap();
     (0..30).for_each(|number| fs::write(ground.at(format!("small/{number}")), vec![7; 100_000]).unwrap());
     let cluster = ground.up_with(2, &["--data-dir", disk.to_str().unwrap(), "--capacity", "100MiB"]);
     cluster.stage(&[&cluster.at("small")], "/dayfly/small");
     let free = || nix::sys::statvfs::statvfs(&disk).unwrap().blocks_available();
     let before = free();
-    let message = cluster.fails(1, &["stage-in", "large.tar", "/dayfly/large"]);
+    let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space left"), "{message}");
     wait_until("its space is free again", || free() >= before - 16);
     assert_eq!(cluster.ok(&["ls"]).trim(), "small");

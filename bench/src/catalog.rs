@@ -5,7 +5,7 @@ use std::hint::black_box;
 
 use clap::Args;
 use dayfly_meta::catalog::{
-    self, About, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Source, SourceKind, StoredBlock,
+    self, About, CatalogBuilder, Compression, Member, MemberKey, MemberKind, Place, Source, SourceKind, StoredBlock, Version,
 };
 use dayfly_meta::id::NodeId;
 use dayfly_meta::path::walk_order;
@@ -26,7 +26,8 @@ pub(crate) struct Catalog {
 fn member(number: u64) -> Member {
     let path = format!("train/n{:08}/n{:08}_{number}.JPEG", number % 1000, number % 1000).into_bytes();
     let block = StoredBlock { owner: NodeId((number % 4) as u16), arrival: number as u32 };
-    let kind = MemberKind::File { size: 100_000 + number % 1000, blocks: vec![block], checksums: vec![number as u32] };
+    let place = Place::Bytes { offset: number * 100_352 };
+    let kind = MemberKind::File { size: 100_000 + number % 1000, place, blocks: vec![block], checksums: vec![number as u32] };
     let key = MemberKey { source: 0, offset: number * 100_352 };
     Member { path, key, ticket: 0, mode: 0o644, mtime_s: 1_400_000_000, mtime_ns: 0, kind }
 }
@@ -36,11 +37,18 @@ pub(crate) fn run(arguments: &Catalog) -> Result<(), Failure> {
     let names: u64 =
         members.iter().map(|member| member.path.rsplit(|&byte| byte == b'/').next().map_or(0, <[u8]>::len) as u64).sum();
     members.sort_by(|left, right| walk_order(&left.path, &right.path));
-    let source =
-        Source { path: b"/pfs/train.tar".to_vec(), prefix: Vec::new(), kind: SourceKind::Tar, compression: Compression::None };
+    let source = Source {
+        path: b"/pfs/train.tar".to_vec(),
+        prefix: Vec::new(),
+        kind: SourceKind::Tar,
+        compression: Compression::None,
+        version: Version { size: (arguments.samples + 1) * 101_376, ..Version::default() },
+        inode: 1,
+    };
+    let capacities = vec![1 << 40; 4];
     let scratch = tempfile::tempfile;
     let (build_s, built) = time(|| -> Result<_, catalog::BuildError> {
-        let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
+        let mut builder = CatalogBuilder::new(&scratch, About { capacities, ..About::default() }, &[source])?;
         members.iter().try_for_each(|member| builder.add(&member.path, member, 1))?;
         builder.finish(&|| {})
     });

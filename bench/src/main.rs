@@ -4,6 +4,7 @@
 mod catalog;
 mod make;
 mod measure;
+mod pfs;
 mod ping_pong;
 mod placement;
 mod posix;
@@ -30,6 +31,7 @@ enum What {
     Prefetch(prefetch::Prefetch),
     Make(make::Make),
     Posix(posix::Posix),
+    Pfs(pfs::Pfs),
     PingPong(ping_pong::PingPong),
     Placement(placement::Measure),
 }
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         What::Prefetch(arguments) => prefetch::run(&arguments),
         What::Make(arguments) => make::run(&arguments),
         What::Posix(arguments) => posix::run(&arguments),
+        What::Pfs(arguments) => pfs::run(&arguments),
         What::PingPong(arguments) => ping_pong::run(&arguments),
         What::Placement(arguments) => placement::run(&arguments),
     };

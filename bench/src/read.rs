@@ -5,12 +5,14 @@ use std::collections::VecDeque;
 use std::hint::black_box;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use dayfly_client::{Dataset, Delivery, OnMissing, Samples, Session, View, fault, locate};
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::path::join;
+use dayfly_stagein::origin::{OriginReader, WantedBytes};
 
 use crate::measure::{Failure, Numbers};
 use crate::posix::read_file;
@@ -38,6 +40,12 @@ pub(crate) struct Read {
     /// Number of further batches in flight while the program works on one
     #[arg(long, default_value_t = 1)]
     ahead: usize,
+    /// Read the samples in the order of this epoch, instead of one random order
+    #[arg(long)]
+    epoch: Option<u64>,
+    /// Threads that read from origins
+    #[arg(long, default_value_t = 16)]
+    threads: usize,
     /// Number of samples to skip
     #[arg(long, default_value_t = 0)]
     skip: usize,
@@ -87,6 +95,8 @@ enum How {
     Buffers,
     /// open, fstat, read, close; run it under `dayfly exec`
     Posix,
+    /// Straight from the sources, without the session's servers
+    Origins,
 }
 
 pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
@@ -113,6 +123,7 @@ pub(crate) fn run(arguments: &Read) -> Result<(), Failure> {
             How::Views => views(view.session(), dataset, &samples, arguments, &mut buffer)?,
             How::Buffers => buffers(view.session(), dataset, &samples, arguments.batch)?,
             How::Posix => posix(&paths)?,
+            How::Origins => origins(dataset, &samples, arguments.threads)?,
         };
         last = (start.elapsed().as_secs_f64(), bytes);
     }
@@ -128,8 +139,14 @@ fn chosen(dataset: &Dataset, arguments: &Read) -> Vec<SampleId> {
         let is_here = size > 0 && dataset.is_here(BlockId(blocks.start));
         size > 0 && (arguments.from == From::Any || is_here == (arguments.from == From::Local))
     };
-    let mut samples: Vec<SampleId> = (0..dataset.catalog().header().samples).map(SampleId).filter(is_meant).collect();
-    Numbers(7).shuffle(&mut samples);
+    let samples: Vec<SampleId> = match arguments.epoch {
+        Some(epoch) => Samples::of(dataset.catalog()).epoch(7, epoch).filter(is_meant).collect(),
+        None => {
+            let mut samples: Vec<SampleId> = (0..dataset.catalog().header().samples).map(SampleId).filter(is_meant).collect();
+            Numbers(7).shuffle(&mut samples);
+            samples
+        }
+    };
     samples.into_iter().skip(arguments.skip).take(arguments.samples).collect()
 }
 
@@ -211,4 +228,26 @@ fn posix(paths: &[PathBuf]) -> Result<u64, Failure> {
         bytes += read_file(path, &mut buffer)?;
     }
     Ok(bytes)
+}
+
+/// Reads samples from their sources with several threads.
+fn origins(dataset: &Dataset, samples: &[SampleId], threads: usize) -> Result<u64, Failure> {
+    let (next, bytes) = (AtomicUsize::new(0), AtomicU64::new(0));
+    let reader = OriginReader::new(threads);
+    let work = || -> Result<(), String> {
+        let mut buffer = Vec::new();
+        while let Some(&sample) = samples.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let (size, _) = dataset.catalog().sample(sample).ok_or("a damaged catalog")?;
+            buffer.resize(size as usize, 0);
+            let wanted = WantedBytes { sample, start: 0, bytes: &mut buffer };
+            reader.read(dataset.catalog(), wanted).map_err(|error| error.to_string())?;
+            bytes.fetch_add(size, Ordering::Relaxed);
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let all: Vec<_> = (0..threads.max(1)).map(|_| scope.spawn(work)).collect();
+        all.into_iter().try_for_each(|thread| thread.join().unwrap_or_else(|_| Err("a thread panicked".to_owned())))
+    })?;
+    Ok(bytes.into_inner())
 }

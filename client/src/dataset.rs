@@ -81,11 +81,6 @@ impl Dataset {
         self.locations.is_gone()
     }
 
-    /// Returns whether this node has a cached copy of a block that another node owns.
-    pub(crate) fn is_cached(&self, block: BlockId) -> bool {
-        matches!(self.locations.find(block), Some(Location::Cached(_)))
-    }
-
     /// Returns the segment and the offset of a block that this node owns. Both are valid for as
     /// long as the dataset exists.
     pub fn segment_position(&self, block: BlockId) -> Option<(&ReservedFd, u64)> {

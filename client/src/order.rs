@@ -82,8 +82,8 @@ impl Samples {
     /// nodes, each sample appears once.
     ///
     /// Reading in this order is as fast as sequential reading. Large samples are inserted at random
-    /// positions, because their position does not matter for speed. Empty samples, which no node
-    /// stores, are inserted at random positions, too.
+    /// positions, because their position does not matter for speed. So are samples that are not on
+    /// the drives: empty ones, and those that their owner reads from their origins.
     pub fn local(&self, dataset: &Dataset, node: NodeId, nodes: u16) -> Vec<SampleId> {
         let catalog = dataset.catalog();
         let mut positioned = Vec::new();

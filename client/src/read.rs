@@ -85,8 +85,8 @@ impl Session {
                     is_restored = true;
                     continue;
                 }
-                // This node's copy is a cached block, so the owner has another one.
-                Err(ClientError::Segment(_)) if dataset.is_cached(block) && rechecks < RECHECKS_MAX => true,
+                // The owner has another copy of a cached block, and the origin has one of any other block.
+                Err(ClientError::Segment(_)) if rechecks < RECHECKS_MAX => true,
                 Err(error) => return Err(error),
             };
             rechecks += usize::from(recheck);

@@ -48,6 +48,9 @@ deadlines! {
     redial = Duration::from_secs(1);
     /// How long a request to a peer may go without progress.
     request = Duration::from_secs(5);
+    /// How long a read may wait for the parallel file system, when a block is read from its origin. The
+    /// file system of a site can hang for a minute while one of its servers fails over.
+    origin = Duration::from_secs(100);
     /// How long a peer may go without sending a byte before it counts as lost.
     peer_lost = Duration::from_secs(5);
     /// How long a link may go without delivering a byte, while other links to the same peer deliver some, before it is replaced.
@@ -155,6 +158,8 @@ impl Deadlines {
             ms(self.look_interval) <= ms(self.ping_interval), "an overdue peer is checked more often than it is pinged";
             ms(self.look_interval) * Self::LOOKS_MIN as u128 <= ms(self.peer_lost), "all checks fit into the time after which a peer counts as lost";
             ms(self.ping_interval) * 2 <= ms(self.request), "a wait for news of a stage-in is shorter than its request";
+            ms(self.request) * 2 <= ms(self.origin), "a peer may say several times that it still reads from an origin";
+            ms(self.request) < ms(self.server), "a client hears from its server while both wait for an origin";
             ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
             ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches ahead of it may take";
             ms(self.arena) + ms(self.request) < ms(self.server), "a client waits longer than its server's wait for room and its request together";

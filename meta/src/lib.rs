@@ -5,6 +5,7 @@
 //!
 //! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
 //! - [`placement`] decides which node owns a block, and which nodes come next, from nothing but a seed, a path and the members.
+//!   [`stored_share`] decides which blocks are stored if not all of them fit.
 //! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
 //!   [`segment`] defines how they are packed there.
 //! - [`shared`] maps memory that several processes use; [`status_page`] defines what a server shows its clients
@@ -19,8 +20,8 @@
 //! look it up:
 //!
 //! ```
-//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind};
-//! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, StoredBlock};
+//! use dayfly_meta::catalog::{About, Catalog, CatalogBuilder, Compression, Source, SourceKind, Version};
+//! use dayfly_meta::catalog::{Member, MemberKey, MemberKind, Place, StoredBlock};
 //! use dayfly_meta::checksum::checksum;
 //! use dayfly_meta::id::{BlockId, NodeId};
 //! use dayfly_meta::placement::{self, NodeSet, Placement};
@@ -33,6 +34,8 @@
 //!     prefix: Vec::new(),
 //!     kind: SourceKind::Tar,
 //!     compression: Compression::None,
+//!     version: Version { size: 10_240, ..Version::default() },
+//!     inode: 0,
 //! };
 //! let member = Member {
 //!     path: b"train/cat.jpg".to_vec(),
@@ -43,16 +46,19 @@
 //!     mtime_ns: 0,
 //!     kind: MemberKind::File {
 //!         size: 4,
+//!         place: Place::Bytes { offset: 512 },
 //!         blocks: vec![StoredBlock { owner, arrival: 0 }],
 //!         checksums: vec![checksum(b"meow")],
 //!     },
 //! };
 //! let scratch = || tempfile::tempfile();
-//! let mut builder = CatalogBuilder::new(&scratch, About::default(), &[source])?;
+//! let about = About { seed: 7, capacities: nodes.map(|node| node.capacity).to_vec(), ..About::default() };
+//! let mut builder = CatalogBuilder::new(&scratch, about, &[source])?;
 //! builder.add(&member.path, &member, 1)?;
 //! let built = builder.finish(&|| {})?;
 //!
 //! let catalog = Catalog::open(&built.file)?;
+//! catalog.check(nodes.len())?;
 //! let (entry, attributes) = catalog.stat(b"train/cat.jpg").expect("it was added");
 //! assert_eq!(attributes.size, 4);
 //! let (_, blocks) = catalog.sample(entry.sample().expect("a file is a sample")).expect("the catalog is whole");
@@ -73,5 +79,6 @@ pub mod placement;
 pub mod segment;
 pub mod shared;
 pub mod status_page;
+pub mod stored_share;
 pub mod text;
 pub mod wire;

@@ -208,6 +208,38 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// Windows in which a plan looks for headers, to estimate what plain tars contain.
+pub const TAR_WINDOWS_MAX: u64 = 64;
+/// Length of such a window.
+pub const TAR_WINDOW_LEN: u64 = 256 << 10;
+/// A compressed source that does not tell its unpacked size is expected to grow by this factor. This
+/// only decides how much room the samples of other sources leave it.
+pub const ARCHIVE_GROWTH_GUESS: u64 = 4;
+
+/// The most reads of single samples that a node has under way on the parallel file system, unless the
+/// user sets another number.
+pub const PFS_STREAMS_DEFAULT: u16 = 16;
+/// The most that the user may set. Each takes a thread.
+pub const PFS_STREAMS_MAX: u16 = 256;
+/// Different reasons in one answer to a request for chunks. Further chunks get the last of them.
+pub const MISSING_REASONS_MAX: usize = 32;
+/// How often a read that the parallel file system fails is made.
+pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
+/// How long to wait before such a read is made for the second time.
+pub const ORIGIN_PAUSE: Duration = Duration::from_millis(50);
+/// How many times longer each further wait is.
+pub const ORIGIN_PAUSE_GROWTH: u32 = 5;
+/// Descriptors of sources that a node keeps open for the next reads of samples from their sources.
+pub const ORIGIN_FILES_MAX: usize = 64;
+/// Bytes of a record that are read at once while its sample is unpacked.
+pub const ORIGIN_READ_LEN_MAX: u64 = 4 << 20;
+/// Samples that are wanted together are read from their source in one piece if at most this many
+/// bytes lie between them. Reading so few bytes costs a parallel file system less than another
+/// request does.
+pub const ORIGIN_GAP_MAX: u64 = 64 << 10;
+/// Length of such a piece. It is in memory as a whole.
+pub const ORIGIN_MERGED_LEN_MAX: u64 = 16 << 20;
+
 /// Requests that one peer may have open on one connection.
 pub const PEER_REQUESTS_MAX: usize = 256;
 /// Requests to one peer may hold 1 / `PEER_SHARE` of the memory that their bytes land in. Memory

@@ -7,7 +7,8 @@
 //! Invariants that let readers copy without locks:
 //! - The server stores a word with Release once the block's bytes can be read. Readers load it with
 //!   Acquire.
-//! - A block that the node owns never moves. The word of a cached block, or of a block in the
+//! - A block that the node owns never moves. Its word is cleared if its bytes turn out to be bad, but the bytes stay where
+//!   they are, so a reader that was faster still gets what the drive returns. The word of a cached block, or of a block in the
 //!   arena, is cleared before the block's bytes are given up. A reader therefore copies the bytes
 //!   and then checks that the word is unchanged; if it is, the copied bytes were the block's.
 //! - When the whole dataset goes away, the server sets the *gone* word in the header before it

@@ -68,6 +68,16 @@ metrics! {
         |node| one(node.remote.bytes);
     "dayfly_joined_total" Counter "" "Requests that joined a fetch already in flight."
         |node| one(node.joined);
+    "dayfly_origin_reads_total" Counter "" "Chunks read from their origins on the parallel file system."
+        |node| one(node.origins.reads.count);
+    "dayfly_origin_bytes_total" Counter "" "Bytes of the chunks read from their origins."
+        |node| one(node.origins.reads.bytes);
+    "dayfly_origin_operations_total" Counter "" "Reads of sources for these chunks, including repeated ones."
+        |node| one(node.origins.operations);
+    "dayfly_origin_failures_total" Counter "" "Chunks that could not be read from their origins."
+        |node| one(node.origins.failures);
+    "dayfly_left_out_bytes" Gauge "" "Bytes of the blocks that the node owns but did not store, for lack of room."
+        |node| one(node.left_out_bytes);
     "dayfly_served_reads_total" Counter "" "Chunks sent to other nodes."
         |node| one(node.served.count);
     "dayfly_served_bytes_total" Counter "" "Bytes of the chunks sent to other nodes."

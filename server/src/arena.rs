@@ -31,6 +31,7 @@ mod ledger;
 mod load_group;
 mod table;
 
+use std::collections::HashMap;
 use std::error::Error;
 use std::fs::File;
 use std::io;
@@ -92,12 +93,12 @@ struct Inner {
     ledger: Arc<LeaseLedger<Lease>>,
 }
 
-/// The error of a failed load, which the requests that joined the load get too. The arena does not examine the error.
+/// The error of a chunk that could not be loaded. The requests that joined the load get it too. The arena does not examine it.
 pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
-/// Resolves at the end of a load that another request performs: to the failure if the load failed, and to an error (the sender
-/// was dropped) if the load succeeded or was abandoned. Waiters resume in the order in which they came.
-pub(crate) type PendingLoad = Shared<oneshot::Receiver<LoadFailure>>;
+/// Resolves at the end of a load that another request performs: to the failures if chunks could not be loaded, and to an error
+/// (the sender was dropped) if all were loaded or the load was abandoned. Waiters resume in the order in which they came.
+pub(crate) type PendingLoad = Shared<oneshot::Receiver<Arc<HashMap<Chunk, LoadFailure>>>>;
 
 /// A chunk that a request wants.
 #[derive(Clone)]

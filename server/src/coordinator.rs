@@ -6,6 +6,7 @@
 //! - `run`: carries out one stage-in from its request to its end, and watches for what may end it early;
 //! - `publication`: the requests to all nodes, from begin to settle or abort;
 //! - `stage_in`: the state of a stage-in that workers and nodes report to;
+//! - `fit`: what share of the samples is stored, if not all of them fit;
 //! - `conflicts`, `merge`: path conflicts, and the merge of all runs into the catalog;
 //! - `rates`, `distribution`: figures for the summary.
 //!
@@ -19,6 +20,7 @@
 mod conflicts;
 mod distribution;
 mod error;
+mod fit;
 mod merge;
 mod publication;
 mod rates;

@@ -6,8 +6,10 @@
 //!
 //! # Parts
 //!
-//! - [`Fetcher`] starts requests, and answers the requests of peers as an owner ([`Fetcher::serve`]).
+//! - [`Fetcher`] starts requests.
 //! - [`PendingFetch`] is a request in flight.
+//! - [`serve`] answers the requests of peers, as an owner.
+//! - [`from_origins`] reads blocks that this node owns, but has on no drive, from their origins.
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
@@ -16,39 +18,45 @@
 //!
 //! - All bytes are verified before a process can see them, and before they are cached.
 //! - Every wait has a deadline: a request waits at most `Deadlines::arena` for room and at most `Deadlines::request` for the
-//!   answer to a message, and a joined request ends with the fetch that it joined.
+//!   answer to a message, and a joined request ends with the fetch that it joined. A request waits longer only for the parallel
+//!   file system, at most `Deadlines::origin` after the last chunk has arrived.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
 //!   already has room for it. So requests cannot wait for each other in a cycle.
 //!
 //! [`FETCH_PART_LEN`]: dayfly_meta::limits::FETCH_PART_LEN
 
 mod error;
+mod from_origins;
 mod recheck;
+mod serve;
 mod verify;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
 use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
-use dayfly_meta::wire::status::{Hop, OwnerStatus, Reads};
-use dayfly_transport::{Piece, Slot};
+use dayfly_meta::wire::status::{Hop, OriginStatus, OwnerStatus, Reads};
+use dayfly_transport::Slot;
 use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
+use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
+use crate::origins::{OriginFailure, Origins};
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::Dataset;
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
+pub(crate) use serve::Served;
 use verify::{OwnerReply, Received};
 
 /// The result for one requested chunk.
@@ -74,6 +82,10 @@ pub(crate) struct Fetcher {
     owners: Vec<OwnerCounter>,
     damage: Arc<Damage>,
     blocking: Arc<dyn Blocking>,
+    origins: Arc<Origins>,
+    /// Loads from origins. They go on when the request that began them is dropped, because the next one would begin them again.
+    /// They end with the fetcher.
+    origin_loads: Mutex<JoinSet<()>>,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -139,10 +151,24 @@ impl Fetcher {
         cache_writer: CacheWriter,
         damage: Arc<Damage>,
         blocking: Arc<dyn Blocking>,
+        pfs_streams: usize,
     ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        Self { arena, peers, cache_writer, remote, served, joined: AtomicU64::new(0), owners, damage, blocking }
+        let origins = Arc::new(Origins::new(blocking.clone(), pfs_streams, peers.deadlines().origin));
+        Self {
+            arena,
+            peers,
+            cache_writer,
+            remote,
+            served,
+            joined: AtomicU64::new(0),
+            owners,
+            damage,
+            blocking,
+            origins,
+            origin_loads: Mutex::default(),
+        }
     }
 
     /// Chunks that came over the network.
@@ -153,6 +179,11 @@ impl Fetcher {
     /// Chunks that this node sent to peers.
     pub(crate) fn served(&self) -> Reads {
         self.served.get()
+    }
+
+    /// What this node read from origins.
+    pub(crate) fn origins(&self) -> OriginStatus {
+        self.origins.status()
     }
 
     /// Requests that joined a fetch already in flight.
@@ -225,70 +256,102 @@ impl Fetcher {
         }
         for group in loads {
             let span = tracing::debug_span!("fetch", dataset = dataset.id().0, owner = %group.owner, chunks = group.len());
-            fetching.in_flight.push(Box::pin(self.clone().load(group, caching).instrument(span)));
+            let fetcher = self.clone();
+            fetching.in_flight.push(match group.owner == self.peers.own_node() {
+                true => Box::pin(fetcher.load_from_origins(group, caching).instrument(span)),
+                false => Box::pin(fetcher.load(group, caching).instrument(span)),
+            });
         }
         fetching
     }
 
-    /// Sends one message to the owner, and another one for the chunks that arrived damaged or that the owner could not read.
+    /// Sends one message to the owner, and further ones for the chunks that arrived damaged or that the owner could not read. Asks
+    /// for a chunk that the owner is still reading from its origin until the deadline.
     async fn load(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {
         let (owner, chunks, dataset) = (group.owner, group.chunks(), group.dataset().clone());
         let mut slots = group.take_slots();
-        let mut verified: Vec<Option<Slot>> = chunks.iter().map(|_| None).collect();
-        let mut errors: Vec<Option<FetchError>> = vec![None; chunks.len()];
+        let unsent = |&chunk: &Chunk| Err(read_error(&dataset, chunk, ReadError::Nothing));
+        let mut outcomes: Vec<Result<Slot, FetchError>> = chunks.iter().map(unsent).collect();
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
-        for attempt in 1..=FETCH_ATTEMPTS_MAX {
+        let mut attempt = 1;
+        let mut last_progress = Instant::now();
+        while attempt <= FETCH_ATTEMPTS_MAX && !remaining.is_empty() {
             let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
-            let received = match self.request(owner, &dataset, &requested, std::mem::take(&mut slots)).await {
+            // What the owner sent before was bad, so from the second attempt on it examines its copies.
+            let recheck = attempt > 1;
+            let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
-                Err(error) if attempt == 1 => return fail(&dataset, group, error),
                 Err(error) => {
                     for number in remaining {
-                        errors[number] = Some(read_error(&dataset, chunks[number], error.clone()));
+                        outcomes[number] = Err(read_error(&dataset, chunks[number], error.clone()));
                     }
                     break;
                 }
             };
+            let mut has_bad = false;
             for (number, received) in std::mem::take(&mut remaining).into_iter().zip(received) {
+                let chunk = || ChunkName::new(&dataset, chunks[number]);
                 let (slot, error) = match received {
                     Received::Verified(slot) => {
-                        verified[number] = Some(slot);
+                        (outcomes[number], last_progress) = (Ok(slot), Instant::now());
                         continue;
                     }
-                    Received::Missing => {
-                        let chunk = ChunkName::new(&dataset, chunks[number]);
-                        errors[number] = Some(FetchError::NotHeld { owner, chunk });
+                    Received::NotHeld => {
+                        outcomes[number] = Err(FetchError::NotHeld { owner, chunk: chunk() });
+                        continue;
+                    }
+                    Received::Failed(reason) => {
+                        outcomes[number] = Err(FetchError::AtOwner { owner, chunk: chunk(), reason });
+                        continue;
+                    }
+                    Received::Late(slot) => {
+                        let timeout = self.peers.deadlines().origin;
+                        let late = OriginFailure::Late { seconds: timeout.as_secs() };
+                        outcomes[number] = Err(read_error(&dataset, chunks[number], late.into()));
+                        if last_progress.elapsed() < timeout {
+                            remaining.push(number);
+                            slots.push(slot);
+                        }
                         continue;
                     }
                     Received::Damaged(slot, mismatch) => {
-                        self.damage.record(Hop::Fetched, owner, ChunkName::new(&dataset, chunks[number]), mismatch);
+                        self.damage.record(Hop::Fetched, owner, chunk(), mismatch);
                         (slot, ReadError::Damaged { owner, attempts: attempt, mismatch })
                     }
                     // Another attempt for this chunk alone may succeed: its owner's drive may return the bytes this time, or
                     // the chunk may have been withdrawn while it was read.
                     Received::Unreadable(slot, error) => (slot, error),
                 };
-                errors[number] = Some(read_error(&dataset, chunks[number], error));
+                outcomes[number] = Err(read_error(&dataset, chunks[number], error));
                 remaining.push(number);
                 slots.push(slot);
+                has_bad = true;
             }
-            if remaining.is_empty() {
-                break;
-            }
+            attempt += usize::from(has_bad);
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
+        self.finish(group, outcomes, caching)
+    }
+
+    /// Makes the verified chunks of a group resident, and caches them.
+    fn finish(&self, group: LoadGroup, outcomes: Vec<Result<Slot, FetchError>>, caching: Caching) -> FetchedChunks {
+        let (chunks, dataset) = (group.chunks(), group.dataset().clone());
+        let ended = group.end(outcomes.into_iter().map(|outcome| outcome.map_err(Arc::new)).collect());
         let mut fetched = FetchedChunks::with_capacity(chunks.len());
-        for ((chunk, (index, lease)), error) in chunks.into_iter().zip(group.fill(verified)).zip(errors) {
-            let Some(lease) = lease else {
-                let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Nothing));
-                fetched.push((index, Fetched::Failed(error)));
-                continue;
-            };
-            if caching == Caching::OnArrival {
-                self.cache_writer.enqueue(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
-            }
-            fetched.push((index, Fetched::Leased(lease)));
+        for (chunk, (index, outcome)) in chunks.into_iter().zip(ended) {
+            fetched.push((
+                index,
+                match outcome {
+                    Ok(lease) => {
+                        if caching == Caching::OnArrival {
+                            self.cache_writer.enqueue(&dataset, chunk, || self.arena.find(&(dataset.id(), chunk)));
+                        }
+                        Fetched::Leased(lease)
+                    }
+                    Err(error) => Fetched::Failed(FetchError::clone(&error)),
+                },
+            ));
         }
         fetched
     }
@@ -299,17 +362,18 @@ impl Fetcher {
         owner: NodeId,
         dataset: &Arc<Dataset>,
         chunks: &[Chunk],
+        recheck: bool,
         slots: Vec<Slot>,
     ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
-        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec() };
+        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck };
         let start = Instant::now();
         let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
         let reply = match pulled {
-            Ok((ReadReply::Chunks { missing }, pulled)) if pulled.slots.len() == count => {
-                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, unread: pulled.unread }
+            Ok((ReadReply::Chunks { missing, reasons }, pulled)) if pulled.slots.len() == count => {
+                OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, reasons, unread: pulled.unread }
             }
             Ok(_) => return Err(ReadError::WrongReply(owner)),
             Err(error) => {
@@ -325,22 +389,6 @@ impl Fetcher {
         }
         self.remote.add(count as u64, bytes);
         reply.verify(&*self.blocking, dataset, chunks).await
-    }
-
-    /// Answers a peer that reads chunks of blocks that this node owns. Returns which chunks are missing here, and a piece for
-    /// each chunk.
-    pub(crate) fn serve(&self, dataset: &Dataset, chunks: &[Chunk]) -> (Vec<u32>, Vec<Piece>) {
-        let mut missing = Vec::new();
-        let mut pieces = Vec::with_capacity(chunks.len());
-        dataset.prefetch(chunks);
-        for (index, &chunk) in (0..).zip(chunks) {
-            pieces.push(dataset.piece(chunk).unwrap_or_else(|| {
-                missing.push(index);
-                Piece::Bytes(Vec::new())
-            }));
-        }
-        self.served.add((chunks.len() - missing.len()) as u64, pieces.iter().map(Piece::len).sum());
-        (missing, pieces)
     }
 }
 
@@ -363,14 +411,12 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) 
 /// result is empty, and the caller asks for the chunk again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
     // This wait is bounded by the deadlines of the request that loads the chunk.
-    if let Ok(failure) = load.await {
-        return vec![(index, Fetched::Failed(read_error(&dataset, chunk, ReadError::Joined(failure))))];
+    if let Ok(failures) = load.await
+        && let Some(failure) = failures.get(&chunk)
+    {
+        let error = failure.downcast_ref::<FetchError>().cloned();
+        let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Joined(failure.clone())));
+        return vec![(index, Fetched::Failed(error))];
     }
     arena.find(&(dataset.id(), chunk)).map(|lease| (index, Fetched::Leased(lease))).into_iter().collect()
-}
-
-/// Fails all chunks of a group, both for this request and for the requests that joined the load.
-fn fail(dataset: &Dataset, group: LoadGroup, error: ReadError) -> FetchedChunks {
-    let failed = group.fail(Arc::new(error.clone()));
-    failed.into_iter().map(|(index, chunk)| (index, Fetched::Failed(read_error(dataset, chunk, error.clone())))).collect()
 }

@@ -67,6 +67,7 @@
 //!     verify_reads: false,
 //!     workers: 1,
 //!     decoders: 1,
+//!     pfs_streams: 16,
 //!     stage_in_memory: 256 << 20,
 //!     deadlines: Deadlines::DEFAULT,
 //! };
@@ -89,6 +90,7 @@ mod fetch;
 mod ingest;
 mod membership;
 mod node;
+mod origins;
 mod peers;
 mod prefetch;
 mod processes;
@@ -145,6 +147,8 @@ pub struct Config {
     pub decoders: usize,
     /// Bytes of memory for all stage-ins of this node.
     pub stage_in_memory: u64,
+    /// Reads of samples that this node makes at the same time on the parallel file system.
+    pub pfs_streams: usize,
     /// The deadlines and intervals of the session.
     pub deadlines: Deadlines,
 }

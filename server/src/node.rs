@@ -126,7 +126,14 @@ impl NodeParts {
         let damage = Arc::new(Damage::default());
         let peers = Arc::new(Peers::new(node, transport.clone(), exchange, damage.clone(), deadlines));
         let (cache_writer, caching) = CacheWriter::new(arena.len(), damage.clone(), blocking.clone());
-        let fetcher = Arc::new(Fetcher::new(arena.clone(), peers.clone(), cache_writer, damage.clone(), blocking.clone()));
+        let fetcher = Arc::new(Fetcher::new(
+            arena.clone(),
+            peers.clone(),
+            cache_writer,
+            damage.clone(),
+            blocking.clone(),
+            config.pfs_streams,
+        ));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
         let room = Arc::new(Room::new(store.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));

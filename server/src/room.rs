@@ -1,6 +1,7 @@
 //! Manages the room on this node's drives: stage-ins get what they need, and cached blocks may use the rest.
 //!
-//! Cached blocks are copies of other nodes' blocks. They give way to stage-ins: a stage-in that finds no room calls
+//! Cached blocks are copies of other nodes' blocks, and blocks that this node owns but found no room for when they were staged in.
+//! They give way to stage-ins: a stage-in that finds no room calls
 //! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks). Both evict cached
 //! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
@@ -24,7 +25,7 @@ use tokio::time::{Instant, sleep};
 use crate::blocking::{Blocking, JobLost};
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
-use crate::store::{Dataset, Store, lowered_threshold, threshold_for};
+use crate::store::{CacheShares, Dataset, Store, lowered_threshold};
 
 /// How often to check whether processes still have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
@@ -67,14 +68,20 @@ pub(crate) struct Room {
     /// Held while a plan or an eviction runs.
     planning: Mutex<()>,
     stage_ins: AtomicUsize,
+    /// The stage-ins among them whose blocks do not use the headroom.
+    partial_stage_ins: AtomicUsize,
 }
 
 /// A stage-in that needs room. While any guard exists, nothing more is cached.
-pub(crate) struct StageInGuard(Arc<Room>);
+pub(crate) struct StageInGuard {
+    room: Arc<Room>,
+    is_partial: bool,
+}
 
 impl Drop for StageInGuard {
     fn drop(&mut self) {
-        self.0.stage_ins.fetch_sub(1, Ordering::AcqRel);
+        self.room.partial_stage_ins.fetch_sub(usize::from(self.is_partial), Ordering::AcqRel);
+        self.room.stage_ins.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -86,14 +93,20 @@ impl Room {
         blocking: Arc<dyn Blocking>,
         deadlines: Deadlines,
     ) -> Self {
-        let (planning, stage_ins) = (Mutex::default(), AtomicUsize::new(0));
-        Self { store, processes, prefetcher, blocking, deadlines, planning, stage_ins }
+        let (stage_ins, partial_stage_ins) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { store, processes, prefetcher, blocking, deadlines, planning: Mutex::default(), stage_ins, partial_stage_ins }
     }
 
-    /// Counts a stage-in. Drop the guard when the stage-in has ended, then call [`Self::plan_cache`].
-    pub(crate) fn stage_in(self: &Arc<Self>) -> StageInGuard {
+    /// Counts a stage-in. Drop the guard when the stage-in has ended, then call [`Self::plan_cache`]. A partial stage-in takes all
+    /// room that it finds, so its blocks must leave the headroom to its catalog and its runs.
+    pub(crate) fn stage_in(self: &Arc<Self>, is_partial: bool) -> StageInGuard {
         self.stage_ins.fetch_add(1, Ordering::AcqRel);
-        StageInGuard(self.clone())
+        self.partial_stage_ins.fetch_add(usize::from(is_partial), Ordering::AcqRel);
+        StageInGuard { room: self.clone(), is_partial }
+    }
+
+    fn has_partial_stage_in(&self) -> bool {
+        self.partial_stage_ins.load(Ordering::Acquire) > 0
     }
 
     /// Applies a policy to this node.
@@ -120,7 +133,7 @@ impl Room {
             return Ok(true);
         }
         // With no cached blocks to evict, the stage-in's blocks may use the headroom too.
-        Ok(self.store.release_headroom())
+        Ok(!self.has_partial_stage_in() && self.store.release_headroom())
     }
 
     /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
@@ -139,7 +152,7 @@ impl Room {
     pub(crate) fn pause_caching(&self) {
         self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
         // As long as cached blocks can be evicted, the stage-in's blocks do not use the headroom.
-        self.store.protect_headroom(self.store.cached_room() > 0);
+        self.store.protect_headroom(self.has_partial_stage_in() || self.store.cached_room() > 0);
     }
 
     /// Divides the room that is free, or taken by cached blocks, among the datasets. Cached blocks stay unless they exceed
@@ -149,12 +162,13 @@ impl Room {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let planned = self.on_drives(move |room| {
             let datasets = room.store.datasets();
-            let wanted = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
-            let threshold = threshold_for(room.store.free().min(limit), wanted);
-            datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(threshold));
-            (threshold, room.has_withdrawn())
+            let left_out: u64 = datasets.iter().map(|dataset| dataset.owned().left_out_bytes).sum();
+            let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
+            let shares = CacheShares::that_fit(room.store.free().min(limit), left_out, remote.saturating_sub(left_out));
+            datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(dataset.cache_threshold(shares)));
+            (shares, room.has_withdrawn())
         });
-        let (threshold, has_withdrawn) = planned.await?;
+        let (shares, has_withdrawn) = planned.await?;
         if has_withdrawn {
             // If processes still have views of withdrawn blocks, the next plan frees these blocks.
             self.free_withdrawn().await?;
@@ -166,7 +180,7 @@ impl Room {
         self.store.release_headroom();
         let raised = self.on_drives(move |room| {
             room.store.datasets().iter().try_for_each(|dataset| {
-                dataset.raise_cache_threshold(threshold)?;
+                dataset.raise_cache_threshold(dataset.cache_threshold(shares))?;
                 dataset.cached_blocks().set_paused(false);
                 Ok(())
             })

@@ -37,7 +37,7 @@ impl Service for NodeService {
     async fn pulled(&self, from: NodeId, message: Vec<u8>, room: Vec<u64>) -> Result<Answer, Refusal> {
         match decode_sealed::<Request>(&message).map_err(Refusal::new)? {
             Request::Read(request) => {
-                let (answered, pieces) = match self.reads.answer(request, &room) {
+                let (answered, pieces) = match self.reads.answer(request, &room).await {
                     Ok((reply, pieces)) => (Ok(reply), pieces),
                     Err(rejection) => (Err(rejection), Vec::new()),
                 };

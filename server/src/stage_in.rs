@@ -33,6 +33,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
+use dayfly_meta::stored_share::StoredShare;
 use dayfly_meta::wire::control::{Counted, Selection};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::path_conflicts::SuspectPaths;
@@ -99,6 +100,10 @@ pub(crate) struct StageInOrder {
     pub(crate) max_rate: Option<u64>,
     /// Free bytes on each node, in the order of node numbers.
     pub(crate) capacities: Vec<u64>,
+    /// Which of the blocks that can be read again from their origins are stored; `None` if all blocks must be stored.
+    pub(crate) stored_share: Option<StoredShare>,
+    /// An estimate of the number of files.
+    pub(crate) expected_files: u64,
 }
 
 impl NodeStageIns {
@@ -109,9 +114,15 @@ impl NodeStageIns {
     /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
     pub(crate) async fn begin(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
         let stage_ins = self.clone();
+        let (number, expected_files) = (order.number, order.expected_files);
         // Creates files, so it must not run on a runtime thread.
         self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
         self.context.room.pause_caching();
+        let stage_in = self.get(number)?;
+        if stage_in.is_partial() {
+            // The blocks will take all room that is left, so the catalog gets its room before them.
+            stage_in.reserve_room_for_catalog(expected_files).await;
+        }
         Ok(())
     }
 
@@ -127,7 +138,8 @@ impl NodeStageIns {
         tasks.spawn(report::report_until_end(Arc::downgrade(self), stage_in.clone()).instrument(span.clone()));
         tasks.spawn(report::maintain_headroom(stage_in.clone()).instrument(span));
         drop(tasks);
-        let running = Running { stage_in, _guard: self.context.room.stage_in() };
+        let _guard = self.context.room.stage_in(stage_in.is_partial());
+        let running = Running { stage_in, _guard };
         self.running().insert(number, running);
         Ok(())
     }
@@ -190,6 +202,7 @@ pub(crate) struct NodeStageIn {
     coordinator: NodeId,
     seed: u64,
     selection: Selection,
+    stored_share: Option<StoredShare>,
     context: Arc<StageInContext>,
     memory: MemoryShares,
     ingest: Arc<Ingest>,
@@ -233,7 +246,7 @@ struct Publication {
 impl NodeStageIn {
     /// Reserves memory and creates the files of a stage-in. Blocks the calling thread.
     fn new(context: Arc<StageInContext>, order: StageInOrder) -> Result<Self, NodeStageInError> {
-        let StageInOrder { number, coordinator, selection, seed, max_rate, capacities } = order;
+        let StageInOrder { number, coordinator, selection, seed, max_rate, capacities, stored_share, .. } = order;
         let (theirs, ours) = (capacities.len(), context.peers.count());
         if theirs != ours {
             return Err(NodeStageInError::OtherRoster { theirs, ours });
@@ -250,6 +263,7 @@ impl NodeStageIn {
             coordinator,
             seed,
             selection,
+            stored_share,
             memory,
             ingest: Arc::new(ingest.map_err(NodeStageInError::Begin)?),
             landing,
@@ -271,6 +285,11 @@ impl NodeStageIn {
 
     fn deadlines(&self) -> &Deadlines {
         self.context.deadlines()
+    }
+
+    /// Returns whether it was known from the beginning that not all blocks fit.
+    fn is_partial(&self) -> bool {
+        self.stored_share.is_some_and(|share| share != StoredShare::ALL)
     }
 
     /// Makes the workers end at their next step. A worker that is waiting stops waiting at once.

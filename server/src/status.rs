@@ -79,6 +79,8 @@ impl StatusReporter {
             remote: self.fetcher.remote(),
             joined: self.fetcher.joined(),
             served: self.fetcher.served(),
+            origins: self.fetcher.origins(),
+            left_out_bytes: sum(&|dataset| dataset.owned().left_out_bytes),
             owners,
             wait_us: self.client_reads.wait_us(),
             asking: self.client_reads.in_flight(),

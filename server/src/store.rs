@@ -7,7 +7,7 @@
 //! - [`drive`]: a data dir, its share of the node's capacity, and reservations of that share.
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
-//! - [`cached_blocks`]: which blocks of other nodes a dataset caches here, and how they are written, published and evicted.
+//! - [`cached_blocks`]: which blocks a dataset caches here, and how they are written, published and evicted.
 //! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
 //!
@@ -43,7 +43,7 @@ use dayfly_meta::status_page::{self, Counters, StatusPage};
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
-pub(crate) use cached_blocks::{lowered_threshold, threshold_for};
+pub(crate) use cached_blocks::{CacheShares, lowered_threshold};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only};
 pub(crate) use segment::{Segments, room_for};

@@ -10,6 +10,7 @@
 //! | [`plan`] | expands the user's patterns, determines formats, splits sources into units | the coordinator |
 //! | [`unit_ledger`] | assigns units to workers, and decides which results count | the coordinator |
 //! | [`pipeline`] | reads a unit, cuts and places its samples, ships their blocks to a [`pipeline::Sink`] | every worker |
+//! | [`origin`] | reads samples again from where they lie in their sources | every node |
 //! | [`runs`] | stores the members found, sorted by path, in temporary files; merges these files | workers; the coordinator |
 //! | [`path_conflicts`] | notices early that samples of rival sources have the same path | owners and workers |
 //! | [`progress`] | counts, shows and cancels a stage-in's work on a node, and limits its read rate | all of them |
@@ -125,6 +126,7 @@
 //!     seed: 7,
 //!     decoders: DecoderLimits { threads: 1, ahead_len: 1 << 20 },
 //!     suspect_paths: Arc::default(),
+//!     stored_share: None,
 //! };
 //! let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
 //! let mut worker = Worker::new(&mut sink, runs, config, monitor)?;
@@ -142,6 +144,7 @@
 //! ```
 
 pub mod error;
+pub mod origin;
 pub mod path_conflicts;
 pub mod pipeline;
 pub mod plan;

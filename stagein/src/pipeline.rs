@@ -9,7 +9,7 @@
 //!   (`nested`), and files of directory trees (`read`).
 //! - Each sample goes through `shipping`: the sample's path decides the owner of every block, and
 //!   the block's bytes are read straight into the open batch for its owner. Full batches go to
-//!   the [`Sink`].
+//!   the [`Sink`]. If not all samples fit, `leaving_out` reads some blocks only for their checksums.
 //! - Once all of a member's blocks are stored, the member goes to a sorted run ([`crate::runs`]),
 //!   with the numbers that the owners gave to the blocks.
 //!
@@ -21,6 +21,7 @@
 
 mod archive;
 mod batch;
+mod leaving_out;
 mod nested;
 mod range;
 mod read;
@@ -35,6 +36,7 @@ use std::time::{Duration, Instant};
 use dayfly_meta::catalog::{Member, MemberKind};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::placement::{NodeSet, Placement};
+use dayfly_meta::stored_share::StoredShare;
 use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, Unit, UnitReport, Work};
 
@@ -58,12 +60,14 @@ pub struct WorkerConfig<'a> {
     pub placement: Arc<Placement>,
     /// Which members to take, and under which names.
     pub selection: &'a Selection,
-    /// Seed for the order in which owners store blocks.
+    /// Seed of the placement.
     pub seed: u64,
     /// Threads and memory for decoding compressed sources.
     pub decoders: DecoderLimits,
     /// Paths that the coordinator suspects of a conflict; shared by all workers of a node.
     pub suspect_paths: Arc<SuspectPaths>,
+    /// Which of the blocks that can be read again from their origins are stored; `None` if every block must be stored.
+    pub stored_share: Option<StoredShare>,
 }
 
 /// Reads units and ships the samples in them.
@@ -82,11 +86,13 @@ pub struct Worker<S: Sink> {
     selector: Selector,
     selection: Selection,
     seed: u64,
+    shuffle_seed: u64,
     decoders: DecoderLimits,
     monitor: Arc<ProgressMonitor>,
     activity: Activity,
     unit: CurrentUnit,
     suspect_paths: Arc<SuspectPaths>,
+    stored_share: Option<StoredShare>,
     /// All members found so far were compared with this generation of `suspect_paths`. `None` if the
     /// check skipped members of an uncertain unit.
     checked_generation: Option<u64>,
@@ -97,6 +103,8 @@ pub struct Worker<S: Sink> {
     /// Copies of batches for which the owners had no room. The copies are outside the sink's
     /// memory, and the blocks in them need new owners.
     returned: VecDeque<Batch<Box<[u8]>>>,
+    /// Memory for a chunk that is read only for its checksum, once there has been one.
+    unstored: Vec<u8>,
 }
 
 /// The state of the unit that a worker is currently reading.
@@ -110,6 +118,8 @@ struct CurrentUnit {
     /// Whether the unit's members may still be rejected or withdrawn. Until the unit ends, they
     /// must not be reported as sightings of suspect paths.
     is_uncertain: bool,
+    /// Whether samples can be read again from the unit's source, one by one.
+    is_readable_again: bool,
     /// Whether some of the unit's members are already in a run and can no longer be discarded.
     has_flushed: bool,
     /// Whether the unit's source changed, so that the catalog must contain none of the unit's
@@ -136,16 +146,19 @@ impl<S: Sink> Worker<S> {
             selection: config.selection.clone(),
             // The placement hashes paths with `config.seed`. With the same seed here, each node
             // would store its blocks in the order of the hashes that placed them there.
-            seed: config.seed ^ 0x5eed_0f0f_da1f_1700,
+            shuffle_seed: config.seed ^ 0x5eed_0f0f_da1f_1700,
+            seed: config.seed,
             decoders: config.decoders,
             activity: monitor.new_activity(),
             monitor,
             unit: CurrentUnit::default(),
             suspect_paths: config.suspect_paths,
+            stored_share: config.stored_share,
             checked_generation: Some(0),
             reading: Duration::ZERO,
             shipping: Duration::ZERO,
             returned: VecDeque::new(),
+            unstored: Vec::new(),
         })
     }
 
@@ -164,7 +177,10 @@ impl<S: Sink> Worker<S> {
             self.activity.begin(Step::Reading, unit.work.path());
             let starts_at_a_guess = matches!(&unit.work, Work::TarRange(range) if range.start.is_none());
             let is_uncertain = self.selection.keep_going || starts_at_a_guess;
-            self.unit = CurrentUnit { ticket: unit.ticket, rivalry: unit.rivalry, is_uncertain, ..CurrentUnit::default() };
+            let (ticket, rivalry) = (unit.ticket, unit.rivalry);
+            // Only compressed tars are read by this kind of work.
+            let is_readable_again = !matches!(unit.work, Work::Tar { .. });
+            self.unit = CurrentUnit { ticket, rivalry, is_uncertain, is_readable_again, ..CurrentUnit::default() };
             let range = self.read_unit(unit)?;
             let CurrentUnit { source_bytes, withdrawn, .. } = self.unit;
             let mut counts = std::mem::take(&mut self.unit.counts);
@@ -288,4 +304,4 @@ impl<S: Sink> Worker<S> {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

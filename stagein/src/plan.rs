@@ -8,6 +8,7 @@
 //! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!
 //! Planning reads directories, central directories of zips and some tar headers, but no data.
+//! [`sample_tars`] looks into plain tars to estimate what they contain.
 
 mod activity;
 mod glob;
@@ -15,17 +16,19 @@ mod planner;
 mod preflight;
 mod source_paths;
 mod tar_ranges;
+mod tar_samples;
 mod unit_queue;
 
 use std::fs::File;
 
-use dayfly_meta::catalog::Source;
+use dayfly_meta::catalog::{Source, Version};
 use dayfly_meta::wire::control::{Counts, Selection};
-use dayfly_meta::wire::peer::{Rivalry, Version};
+use dayfly_meta::wire::peer::Rivalry;
 
 use activity::PlanActivity;
 use planner::Planner;
 pub use preflight::check_sources;
+pub use tar_samples::{TarSamples, sample_tars};
 pub use unit_queue::UnitQueue;
 
 use crate::StageInError;
@@ -55,6 +58,21 @@ pub struct StageInPlan {
     pub files_are_all_known: bool,
     /// What was left out while planning, such as devices in a tree.
     pub counts: Counts,
+    /// What the sources unpack to.
+    pub sizes: UnpackedSizes,
+}
+
+/// What sources unpack to, as far as planning tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UnpackedSizes {
+    /// Upper bound on the bytes of the samples that can be read again from their sources, one by one.
+    pub readable_bytes_max: u64,
+    /// Number of members of zips.
+    pub zip_members: u64,
+    /// Bytes of the samples in compressed tars that tell their unpacked size.
+    pub unreadable_bytes_min: u64,
+    /// Length of the compressed tars that do not.
+    pub untold_bytes: u64,
 }
 
 /// A plain tar that is split into ranges.

@@ -60,6 +60,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("is damaged at byte", Cause::Source),
     ("no file or directory matches", Cause::Source),
     ("cannot read '", Cause::Source),
+    ("does not exist anymore", Cause::Source),
     ("canceled", Cause::Cancelled),
     ("is being staged in", Cause::Busy),
     ("is lost", Cause::NodeLost),
@@ -142,6 +143,8 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], ob
         Fault::Drive(Victim::Server(node), drive) => match cause {
             Cause::Io => true,
             Cause::Drive => nodes.is_empty() && observer.node == node || nodes.contains(&node),
+            // A sample whose copy cannot be read is read from its source, which another event of the run may have removed.
+            Cause::Source => nodes.is_empty() && observer.node == node || nodes.contains(&node),
             Cause::Full => matches!(drive, Drive::NoRoom { .. }),
             _ => false,
         },

@@ -91,7 +91,7 @@ impl RunningStageIn {
     /// Returns the result if the command has exited, or an error if it hangs.
     pub(crate) fn look(&mut self) -> Result<Option<Ended>, String> {
         if let Some(status) = self.child.try_wait().unwrap() {
-            remove(&self.source);
+            // The source stays: samples whose copies a drive loses are read from there.
             let message = fs::read_to_string(&self.errors).unwrap_or_default();
             let was_interrupted = status.code().is_none() || status.code().is_some_and(|code| code >= 128);
             return Ok(Some(Ended { is_success: status.success(), was_interrupted, message }));

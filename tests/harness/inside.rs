@@ -77,6 +77,7 @@ impl Inside {
                 verify_reads,
                 workers: 2,
                 decoders: 1,
+                pfs_streams: 16,
                 stage_in_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };
@@ -143,6 +144,7 @@ impl Inside {
             seed: 1,
             replace,
             max_rate: None,
+            require_fit: false,
         };
         let mut outcome = None;
         let see = &mut |event| match event {

@@ -11,13 +11,14 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::layout::{
     BUCKET_LEN, BUCKET_SLOTS, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord,
-    LargeRecord, NodeRecord, OriginRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket, index_buckets,
+    LargeRecord, NodeRecord, OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceRecord, Start, WIDTHS, index_bucket,
+    index_buckets,
 };
 use super::map::{block_count, block_len};
 use super::member::{Member, MemberKey, MemberKind, StoredBlock};
 use super::scratch::ScratchFile;
 use crate::limits::{CHUNK_LEN, ENTRIES_MAX, PAGE_SIZE};
-use crate::path::{components, display, is_below, split_last, walk_order};
+use crate::path::{components, display, is_below, join, split_last, walk_order};
 use crate::shared::map_private_file;
 
 /// A function that creates unnamed files to write to.
@@ -43,6 +44,9 @@ pub enum BuildError {
     /// A file has a number of blocks or checksums that does not match its size. The sorted run that it came from is damaged.
     #[error("'{0}' has a number of blocks or checksums that does not match its size")]
     Shape(String),
+    /// A file claims to lie at an offset of its source, or to have a length there, that no file has.
+    #[error("'{0}' claims to lie at an impossible offset of its source; check the archive")]
+    Place(String),
     /// The members did not arrive in walk order, which is a bug in the merge.
     #[error("'{0}' arrived out of order; this is a bug in Dayfly")]
     Order(String),
@@ -83,10 +87,12 @@ pub struct CatalogBuilder<'a> {
 }
 
 /// Facts about the dataset as a whole.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct About {
     /// Seed of the placement.
     pub seed: u64,
+    /// The capacity of each node as used for the placement, in bytes, in the order of node numbers.
+    pub capacities: Vec<u64>,
     /// When the dataset was staged in, in seconds since 1970. Also the modification time of
     /// directories that no source names.
     pub created_s: i64,
@@ -132,8 +138,12 @@ impl<'a> CatalogBuilder<'a> {
             let path_offset = builder.write(Column::Names, &source.path)?;
             builder.write(Column::Names, &source.prefix)?;
             let (path_len, prefix_len) = (source.path.len() as u32, source.prefix.len() as u32);
-            let record = SourceRecord { path_offset, path_len, prefix_len, kind: source.kind, compression: source.compression };
+            let Source { kind, compression, version, inode, .. } = *source;
+            let record = SourceRecord { path_offset, path_len, prefix_len, kind, compression, version, inode };
             builder.write(Column::Sources, &record.encode())?;
+        }
+        for capacity in std::mem::take(&mut builder.about.capacities) {
+            builder.write(Column::Capacities, &capacity.to_le_bytes())?;
         }
         Ok(builder)
     }
@@ -152,7 +162,9 @@ impl<'a> CatalogBuilder<'a> {
         self.last_path = path.to_vec();
         match &member.kind {
             MemberKind::Directory => self.open_directory(path, member.mode, member.mtime_s, member.mtime_ns),
-            MemberKind::File { size, blocks, checksums } => self.add_file(path, member, *size, (blocks, checksums), names),
+            MemberKind::File { size, place, blocks, checksums } => {
+                self.add_file(path, member, (*size, *place), (blocks, checksums), names)
+            }
             MemberKind::Symlink(target) => self.add_symlink(path, member, target),
             MemberKind::HardLink(_) => Err(BuildError::HardLink(display(path))),
         }
@@ -162,7 +174,7 @@ impl<'a> CatalogBuilder<'a> {
         &mut self,
         path: &[u8],
         member: &Member,
-        size: u64,
+        (size, place): (u64, Place),
         (blocks, checksums): (&[StoredBlock], &[u32]),
         names: u32,
     ) -> Result<(), BuildError> {
@@ -176,8 +188,15 @@ impl<'a> CatalogBuilder<'a> {
         self.add_checksums(path, first_block as u32, size, (blocks.len(), checksums))?;
         let sample = (self.columns[Column::Samples as usize].len() / WIDTHS[Column::Samples as usize]) as u32;
         self.write_node(Column::Samples, member, size, names, first_block as u32)?;
-        let origin = OriginRecord { source: member.key.source, offset: member.key.offset };
-        self.write(Column::Origins, &origin.encode())?;
+        let origin = OriginRecord { source: member.key.source, entry: self.entries() as u32, place };
+        let origin = origin.encode().ok_or_else(|| BuildError::Place(display(path)))?;
+        self.write(Column::Origins, &origin)?;
+        if path != member.path {
+            let path_offset = self.write(Column::Names, &member.path)?;
+            let path_len = u16::try_from(member.path.len()).map_err(|_| BuildError::Place(display(path)))?;
+            let placed = PlacedPathRecord { sample, path_len, path_offset };
+            self.write(Column::PlacedPaths, &placed.encode())?;
+        }
         for block in blocks {
             self.write(Column::Owners, &block.owner.0.to_le_bytes())?;
             self.write(Column::Arrivals, &block.arrival.to_le_bytes())?;
@@ -231,7 +250,7 @@ impl<'a> CatalogBuilder<'a> {
         let opened = self.open.last().map_or(0, |directory| components(&directory.path).count());
         let mut missing: Vec<u8> = self.open.last().map_or_else(Vec::new, |directory| directory.path.clone());
         for name in components(parent).skip(opened) {
-            missing = crate::path::join(&missing, name);
+            missing = join(&missing, name);
             self.open_directory(&missing, 0o755, self.about.created_s, 0)?;
         }
         Ok(())

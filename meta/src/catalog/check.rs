@@ -2,9 +2,10 @@
 //! check has passed, every access that follows the catalog's own numbers succeeds, every walk ends,
 //! and every name is a valid file name.
 
-use super::layout::{BUCKET_LEN, Column, EntryKind};
+use super::layout::{BUCKET_LEN, Column, Compression, EntryKind, OriginRecord, Place, Source, SourceKind};
 use super::map::{Catalog, CatalogError, EntryId, block_len};
-use crate::limits::{CHUNK_LEN, NAME_LEN_MAX, SYMLINK_LEN_MAX};
+use crate::id::{NodeId, SampleId};
+use crate::limits::{CHUNK_LEN, NAME_LEN_MAX, NODES_MAX, SYMLINK_LEN_MAX};
 
 impl Catalog {
     /// Checks every record against the others and against the number of nodes.
@@ -62,7 +63,9 @@ impl Catalog {
                 return damaged("an entry's attributes");
             }
         }
+        self.check_sources()?;
         self.check_samples(nodes)?;
+        self.check_origins()?;
         self.check_index()
     }
 
@@ -74,8 +77,7 @@ impl Catalog {
         // The number of rows seen so far, in `Checksums` and in `Larges`.
         let (mut checksums, mut larges) = (0_u64, 0_u64);
         for sample in 0..header.samples {
-            let sample = crate::id::SampleId(sample);
-            match self.sample(sample) {
+            match self.sample(SampleId(sample)) {
                 Some((size, blocks)) if blocks.start == end => {
                     end = blocks.end;
                     bytes = bytes.saturating_add(size);
@@ -94,12 +96,6 @@ impl Catalog {
                 }
                 _ => return damaged("a sample's blocks"),
             }
-            let source = self
-                .record::<12>(Column::Origins, u64::from(sample.0))
-                .map(|origin| super::layout::OriginRecord::decode(origin).source);
-            if source.is_none_or(|source| source >= header.sources) {
-                return damaged("a sample's source");
-            }
         }
         if end != header.blocks || bytes != header.bytes {
             return damaged("the number of blocks or bytes");
@@ -107,11 +103,69 @@ impl Catalog {
         if (checksums, larges) != (self.columns[Column::Checksums as usize].count, self.columns[Column::Larges as usize].count) {
             return damaged("the number of checksums");
         }
-        if (0..header.sources).any(|source| self.source(source).is_none()) {
-            return damaged("a source");
+        let is_possible = |owner: NodeId| owner.index() < nodes;
+        if !(0..header.blocks).all(|block| self.owner(crate::id::BlockId(block)).is_some_and(is_possible)) {
+            return damaged("a block's owner");
         }
-        let owned = |block| self.owner(crate::id::BlockId(block)).is_some_and(|owner| owner.index() < nodes);
-        if (0..header.blocks).all(owned) { Ok(()) } else { damaged("a block's owner") }
+        let capacities = self.columns[Column::Capacities as usize].count;
+        if capacities == nodes as u64 && nodes <= NODES_MAX { Ok(()) } else { damaged("the nodes' capacities") }
+    }
+
+    /// Checks that every source has a path that can be opened, a prefix without `..`, and possible times.
+    fn check_sources(&self) -> Result<(), CatalogError> {
+        for number in 0..self.header().sources {
+            let is_good = |source: &Source| {
+                let times = [source.version.mtime_ns, source.version.ctime_ns];
+                !source.path.is_empty()
+                    && !source.path.contains(&0)
+                    && is_normal(&source.prefix)
+                    && times.iter().all(|&ns| ns <= 999_999_999)
+            };
+            if !self.source(number).as_ref().is_some_and(is_good) {
+                return Err(CatalogError::Damaged("a source"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks where the samples came from, and under which paths they were placed.
+    fn check_origins(&self) -> Result<(), CatalogError> {
+        let damaged = |what| Err(CatalogError::Damaged(what));
+        let mut next_placed = 0;
+        for number in 0..self.header().samples {
+            let sample = SampleId(number);
+            let Some(OriginRecord { source, place, .. }) = self.origin_record(sample) else {
+                return damaged("a sample's place in its source");
+            };
+            let Some(source) = self.source(source) else { return damaged("a sample's source") };
+            if self.entry_of(sample).is_none() {
+                return damaged("a sample's first name");
+            }
+            if self.placed(next_placed).is_some_and(|placed| placed.sample == number) {
+                next_placed += 1;
+                if self.placed_path(sample).is_none_or(|path| path.is_empty() || !is_normal(&path)) {
+                    return damaged("the path that a sample was placed under");
+                }
+            }
+            let Some((size, _)) = self.sample(sample) else { return damaged("a sample's blocks") };
+            // The length of a decompressed stream is not known.
+            let end = if source.compression == Compression::None { source.version.size } else { u64::MAX };
+            let is_within = |offset: u64, len: u64| offset.checked_add(len).is_some_and(|at| at <= end);
+            let fits = match (place, source.kind) {
+                (Place::Tree, SourceKind::Directory) => self.path_in_source(sample).is_some(),
+                (Place::Tree, SourceKind::File) => self.path_in_source(sample).is_some() && size == source.version.size,
+                (Place::Bytes { offset }, SourceKind::Tar) => is_within(offset, size),
+                (Place::SparseTar { offset, len }, SourceKind::Tar) => is_within(offset, len),
+                (Place::ZipRecord { offset, len }, SourceKind::Zip) => is_within(offset, len),
+                (Place::Nested { offset, len }, SourceKind::Tar | SourceKind::Zip) => is_within(offset, len),
+                _ => false,
+            };
+            if !fits {
+                return damaged("a sample's place in its source");
+            }
+        }
+        // The rows are in the order of samples, so any row that is left names no sample, or one out of order.
+        if next_placed == self.columns[Column::PlacedPaths as usize].count { Ok(()) } else { damaged("the placed paths") }
     }
 
     /// Checks that the index contains nothing but the entries. The caller has already found every
@@ -123,4 +177,10 @@ impl Catalog {
             buckets.map(|bucket| bucket.as_chunks::<8>().0.iter().filter(|slot| slot[..4] != [0; 4]).count()).sum();
         if taken as u64 == u64::from(self.header().entries) { Ok(()) } else { Err(CatalogError::Damaged("the path index")) }
     }
+}
+
+/// Returns whether a path is relative, has no empty component, and does not lead out of its root.
+fn is_normal(path: &[u8]) -> bool {
+    let is_name = |name: &[u8]| !matches!(name, b"" | b"." | b"..") && name.len() <= NAME_LEN_MAX && !name.contains(&0);
+    path.is_empty() || path.split(|&byte| byte == b'/').all(is_name)
 }

@@ -7,7 +7,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout. Any change to the layout below must increment the version.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 /// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
 /// Upper bound on the length of the rkyv header. No part of it grows with the dataset.
@@ -40,14 +40,19 @@ pub(crate) enum Column {
     Index,
     /// [`SourceRecord`]s, in the order in which the user gave the sources.
     Sources,
-    /// Names, symlink targets and source paths, back to back.
+    /// [`PlacedPathRecord`]s of the few samples that were placed under a path other than their first
+    /// name, in the order of samples.
+    PlacedPaths,
+    /// The capacity of each node as used for placement, in bytes, as `u64`. The row is the node's number.
+    Capacities,
+    /// Names, symlink targets, source paths and placed paths, back to back.
     Names,
 }
 
 /// The number of columns.
-pub(crate) const COLUMNS: usize = 11;
+pub(crate) const COLUMNS: usize = 13;
 /// Length of one record of each column, in bytes.
-pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 12, 32, 2, 4, 8, 4, BUCKET_LEN as u64, 20, 1];
+pub(crate) const WIDTHS: [u64; COLUMNS] = [20, 32, 22, 32, 2, 4, 8, 4, BUCKET_LEN as u64, 56, 12, 8, 1];
 /// Slots of an index bucket.
 pub(crate) const BUCKET_SLOTS: usize = 8;
 /// Length of an index bucket in bytes.
@@ -180,23 +185,112 @@ impl NodeRecord {
     }
 }
 
+/// Where a file's bytes lie in its source.
+///
+/// In a compressed archive, offsets are counted after decompression.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Place {
+    /// The file's bytes, as they are, from this offset of the source.
+    Bytes {
+        /// Offset of the first byte.
+        offset: u64,
+    },
+    /// A sparse member of a tar: its headers, which contain the map of its pieces, and then the pieces.
+    SparseTar {
+        /// Offset of the member's first header.
+        offset: u64,
+        /// Bytes from there to the end of the member's data.
+        len: u64,
+    },
+    /// A member of a zip: its local header, and then its data as the archive stores them.
+    ZipRecord {
+        /// Offset of the local header.
+        offset: u64,
+        /// Bytes from there to the end of the member's data.
+        len: u64,
+    },
+    /// A file of a directory tree, or a source that is a single file. The file's path in the dataset tells which.
+    Tree,
+    /// A member of an archive that must be unpacked first, and that is itself a member of the source.
+    Nested {
+        /// Offset of the outermost such archive: of its data in a tar, of its local header in a zip.
+        offset: u64,
+        /// Bytes from there to the end of its data.
+        len: u64,
+    },
+}
+
+/// Offsets in a [`Place`] are below this bound, because three bits of the word tell the kind of place.
+const PLACE_OFFSET_END: u64 = 1 << 61;
+/// Lengths in a [`Place`] are below this bound, because they are stored in 48 bits.
+const PLACE_LEN_END: u64 = 1 << 48;
+
 /// A row of `Origins`: where a sample's bytes lie on the PFS.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OriginRecord {
     pub(crate) source: u32,
-    pub(crate) offset: u64,
+    /// The sample's first entry.
+    pub(crate) entry: u32,
+    pub(crate) place: Place,
 }
 
 impl OriginRecord {
+    /// Returns `None` if an offset or a length is too large for a catalog.
+    pub(crate) fn encode(self) -> Option<[u8; 22]> {
+        let (kind, offset, len) = match self.place {
+            Place::Bytes { offset } => (0_u64, offset, 0),
+            Place::SparseTar { offset, len } => (1, offset, len),
+            Place::ZipRecord { offset, len } => (2, offset, len),
+            Place::Tree => (3, 0, 0),
+            Place::Nested { offset, len } => (4, offset, len),
+        };
+        if offset >= PLACE_OFFSET_END || len >= PLACE_LEN_END {
+            return None;
+        }
+        let mut bytes = [0; 22];
+        bytes[..4].copy_from_slice(&self.source.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.entry.to_le_bytes());
+        bytes[8..16].copy_from_slice(&(kind << 61 | offset).to_le_bytes());
+        bytes[16..].copy_from_slice(&len.to_le_bytes()[..6]);
+        Some(bytes)
+    }
+
+    pub(crate) fn decode(bytes: &[u8; 22]) -> Option<Self> {
+        let word = u64_at(bytes, 8);
+        let (kind, offset, len) = (word >> 61, word % PLACE_OFFSET_END, u48_at(bytes, 16));
+        let place = match kind {
+            0 if len == 0 => Place::Bytes { offset },
+            1 => Place::SparseTar { offset, len },
+            2 => Place::ZipRecord { offset, len },
+            3 if (offset, len) == (0, 0) => Place::Tree,
+            4 => Place::Nested { offset, len },
+            _ => return None,
+        };
+        Some(Self { source: u32_at(bytes, 0), entry: u32_at(bytes, 4), place })
+    }
+}
+
+/// A row of `PlacedPaths`: the path that decided where the blocks of a sample are stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PlacedPathRecord {
+    pub(crate) sample: u32,
+    pub(crate) path_len: u16,
+    /// Offset of the path in `Names`, in 48 bits.
+    pub(crate) path_offset: u64,
+}
+
+impl PlacedPathRecord {
     pub(crate) fn encode(self) -> [u8; 12] {
         let mut bytes = [0; 12];
-        bytes[..4].copy_from_slice(&self.source.to_le_bytes());
-        bytes[4..].copy_from_slice(&self.offset.to_le_bytes());
+        bytes[..4].copy_from_slice(&self.sample.to_le_bytes());
+        bytes[4..6].copy_from_slice(&self.path_len.to_le_bytes());
+        bytes[6..].copy_from_slice(&self.path_offset.to_le_bytes()[..6]);
         bytes
     }
 
     pub(crate) fn decode(bytes: &[u8; 12]) -> Self {
-        Self { source: u32_at(bytes, 0), offset: u64_at(bytes, 4) }
+        let path_len = u16::from_le_bytes([bytes[4], bytes[5]]);
+        Self { sample: u32_at(bytes, 0), path_len, path_offset: u48_at(bytes, 6) }
     }
 }
 
@@ -251,6 +345,21 @@ pub enum Compression {
     Lz4,
 }
 
+/// Identifies the content of a file: a file with another version has changed since the stage-in was planned.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Version {
+    /// Length in bytes.
+    pub size: u64,
+    /// Modification time, whole seconds.
+    pub mtime_s: i64,
+    /// Modification time, nanoseconds within the second.
+    pub mtime_ns: u32,
+    /// Time of the inode's last change, whole seconds. A program can set back the modification time, but not this one.
+    pub ctime_s: i64,
+    /// Time of the inode's last change, nanoseconds within the second.
+    pub ctime_ns: u32,
+}
+
 /// A source of a dataset, as recorded in the catalog.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Source {
@@ -263,6 +372,11 @@ pub struct Source {
     pub kind: SourceKind,
     /// The compression of the source.
     pub compression: Compression,
+    /// The source's version when the stage-in was planned. The version of a directory says nothing
+    /// about the files in it, so it is all zeros.
+    pub version: Version,
+    /// The source's inode. 0 if it is a directory, or if inode numbers of its file system differ from node to node.
+    pub inode: u64,
 }
 
 /// A row of `Sources`. The path is in `Names`, followed by the prefix.
@@ -273,6 +387,8 @@ pub(crate) struct SourceRecord {
     pub(crate) prefix_len: u32,
     pub(crate) kind: SourceKind,
     pub(crate) compression: Compression,
+    pub(crate) version: Version,
+    pub(crate) inode: u64,
 }
 
 const KINDS: [SourceKind; 4] = [SourceKind::Tar, SourceKind::Directory, SourceKind::File, SourceKind::Zip];
@@ -280,23 +396,38 @@ const COMPRESSIONS: [Compression; 6] =
     [Compression::None, Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4];
 
 impl SourceRecord {
-    pub(crate) fn encode(self) -> [u8; 20] {
-        let mut bytes = [0; 20];
-        bytes[..8].copy_from_slice(&self.path_offset.to_le_bytes());
+    pub(crate) fn encode(self) -> [u8; 56] {
+        let Version { size, mtime_s, mtime_ns, ctime_s, ctime_ns } = self.version;
+        let mut bytes = [0; 56];
+        bytes[..6].copy_from_slice(&self.path_offset.to_le_bytes()[..6]);
+        bytes[6] = self.kind as u8;
+        bytes[7] = self.compression as u8;
         bytes[8..12].copy_from_slice(&self.path_len.to_le_bytes());
         bytes[12..16].copy_from_slice(&self.prefix_len.to_le_bytes());
-        bytes[16] = self.kind as u8;
-        bytes[17] = self.compression as u8;
+        for (at, word) in [(16, size), (24, mtime_s as u64), (32, ctime_s as u64), (40, self.inode)] {
+            bytes[at..at + 8].copy_from_slice(&word.to_le_bytes());
+        }
+        bytes[48..52].copy_from_slice(&mtime_ns.to_le_bytes());
+        bytes[52..56].copy_from_slice(&ctime_ns.to_le_bytes());
         bytes
     }
 
-    pub(crate) fn decode(bytes: &[u8; 20]) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8; 56]) -> Option<Self> {
+        let version = Version {
+            size: u64_at(bytes, 16),
+            mtime_s: u64_at(bytes, 24) as i64,
+            mtime_ns: u32_at(bytes, 48),
+            ctime_s: u64_at(bytes, 32) as i64,
+            ctime_ns: u32_at(bytes, 52),
+        };
         Some(Self {
-            path_offset: u64_at(bytes, 0),
+            path_offset: u48_at(bytes, 0),
             path_len: u32_at(bytes, 8),
             prefix_len: u32_at(bytes, 12),
-            kind: *KINDS.get(usize::from(bytes[16]))?,
-            compression: *COMPRESSIONS.get(usize::from(bytes[17]))?,
+            kind: *KINDS.get(usize::from(bytes[6]))?,
+            compression: *COMPRESSIONS.get(usize::from(bytes[7]))?,
+            version,
+            inode: u64_at(bytes, 40),
         })
     }
 }
@@ -348,6 +479,12 @@ fn u32_at<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
     u32::from_le_bytes(word)
 }
 
+fn u48_at<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
+    let mut word = [0; 8];
+    word[..6].copy_from_slice(&bytes[at..at + 6]);
+    u64::from_le_bytes(word)
+}
+
 fn u64_at<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
     let mut word = [0; 8];
     word.copy_from_slice(&bytes[at..at + 8]);
@@ -364,15 +501,32 @@ mod tests {
         assert_eq!(EntryRecord::decode(&entry.encode()), Some(entry));
         let node = NodeRecord { data: 1 << 50, mtime_s: -5, mtime_ns: 999_999_999, mode: 0o4755, links: 2, extra: 8 };
         assert_eq!(NodeRecord::decode(&node.encode()), node);
-        let origin = OriginRecord { source: 5, offset: u64::MAX };
-        assert_eq!(OriginRecord::decode(&origin.encode()), origin);
+        let (offset, len) = (PLACE_OFFSET_END - 1, PLACE_LEN_END - 1);
+        let places = [
+            Place::Bytes { offset },
+            Place::SparseTar { offset, len },
+            Place::ZipRecord { offset, len },
+            Place::Tree,
+            Place::Nested { offset, len },
+        ];
+        for place in places {
+            let origin = OriginRecord { source: 5, entry: u32::MAX, place };
+            assert_eq!(OriginRecord::decode(&origin.encode().unwrap()), Some(origin));
+        }
+        for place in [Place::Bytes { offset: offset + 1 }, Place::ZipRecord { offset, len: len + 1 }] {
+            assert_eq!(OriginRecord { source: 0, entry: 0, place }.encode(), None);
+        }
+        let placed = PlacedPathRecord { sample: 9, path_len: 4096, path_offset: (1 << 48) - 1 };
+        assert_eq!(PlacedPathRecord::decode(&placed.encode()), placed);
         let large = LargeRecord { block: 7, first: u32::MAX };
         assert_eq!(LargeRecord::decode(&large.encode()), large);
         let start = Start { header_len: 1, header_checksum: 2, file_len: 3 };
         assert_eq!(Start::decode(&start.encode()), Some(start));
         for kind in KINDS {
             for compression in COMPRESSIONS {
-                let source = SourceRecord { path_offset: 4, path_len: 3, prefix_len: 2, kind, compression };
+                let version = Version { size: 1 << 50, mtime_s: -1, mtime_ns: 999_999_999, ctime_s: 7, ctime_ns: 8 };
+                let inode = u64::MAX;
+                let source = SourceRecord { path_offset: 4, path_len: 3, prefix_len: 2, kind, compression, version, inode };
                 assert_eq!(SourceRecord::decode(&source.encode()), Some(source));
             }
         }
@@ -382,8 +536,18 @@ mod tests {
     fn golden_bytes() {
         let entry = EntryRecord { name_offset: 5, name_len: 3, kind: EntryKind::Directory, parent: 1, next: 2, node: 4 };
         assert_eq!(entry.encode(), [3, 1, 5, 0, 0, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 4, 0, 0, 0]);
+        let place = Place::ZipRecord { offset: 0x0304, len: 0x0506 };
+        let origin = OriginRecord { source: 1, entry: 2, place }.encode().unwrap();
+        assert_eq!(origin, [1, 0, 0, 0, 2, 0, 0, 0, 4, 3, 0, 0, 0, 0, 0, 0x40, 6, 5, 0, 0, 0, 0]);
+        let placed = PlacedPathRecord { sample: 1, path_len: 2, path_offset: 3 };
+        assert_eq!(placed.encode(), [1, 0, 0, 0, 2, 0, 3, 0, 0, 0, 0, 0]);
+        let version = Version { size: 4, mtime_s: 5, mtime_ns: 6, ctime_s: 7, ctime_ns: 8 };
+        let (kind, compression) = (SourceKind::Zip, Compression::None);
+        let source = SourceRecord { path_offset: 1, path_len: 2, prefix_len: 3, kind, compression, version, inode: 9 }.encode();
+        let words = [1 | 3 << 48, 2 | 3 << 32, 4, 5, 7, 9, 6 | 8 << 32].map(u64::to_le_bytes);
+        assert_eq!(source[..], words.concat()[..]);
         assert_eq!(LargeRecord { block: 5, first: 0x0201 }.encode(), [5, 0, 0, 0, 1, 2, 0, 0]);
         let start = Start { header_len: 16, header_checksum: 0x01020304, file_len: 4096 };
-        assert_eq!(&start.encode(), b"DAYFLYCT\x03\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
+        assert_eq!(&start.encode(), b"DAYFLYCT\x04\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
     }
 }

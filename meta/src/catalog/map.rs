@@ -9,9 +9,10 @@ use std::ops::Range;
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
+use super::NOT_STORED;
 use super::layout::{
     BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
-    OriginRecord, START_LEN, Source, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
+    OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceKind, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
 };
 use crate::checksum::combine;
 use crate::chunk::Chunk;
@@ -78,12 +79,12 @@ pub struct Attributes {
 }
 
 /// Where a sample's bytes lie on the PFS.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Origin {
-    /// The archive, directory or file that contains them.
-    pub source: Source,
-    /// The position in the source, as in [`super::MemberKey::offset`].
-    pub offset: u64,
+    /// Number of the archive, directory or file that contains them; see [`Catalog::source`].
+    pub source: u32,
+    /// Where they lie in the source.
+    pub place: Place,
 }
 
 /// Facts about the dataset as a whole.
@@ -356,7 +357,7 @@ impl Catalog {
         }
     }
 
-    /// Returns the node that owns a block.
+    /// Returns the node that owns a block: it stores the block, or reads it from its origin.
     pub fn owner(&self, block: BlockId) -> Option<NodeId> {
         self.record(Column::Owners, u64::from(block.0)).map(|bytes| NodeId(u16::from_le_bytes(*bytes)))
     }
@@ -404,11 +405,72 @@ impl Catalog {
 
     /// Returns where a sample's bytes lie on the PFS.
     pub fn origin(&self, sample: SampleId) -> Option<Origin> {
-        let OriginRecord { source, offset } = OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?);
-        Some(Origin { source: self.source(source)?, offset })
+        let OriginRecord { source, place, .. } = self.origin_record(sample)?;
+        Some(Origin { source, place })
     }
 
-    /// Returns a block's number among all blocks that arrived at its owner during the stage-in.
+    /// Returns the first of a sample's names.
+    pub fn entry_of(&self, sample: SampleId) -> Option<Entry<'_>> {
+        let entry = self.entry(EntryId(self.origin_record(sample)?.entry))?;
+        (entry.sample() == Some(sample)).then_some(entry)
+    }
+
+    /// Returns the path that the placement hashed when it chose the nodes for a sample's blocks. It
+    /// is the path of the sample in its source. Nearly always it is also the sample's first name.
+    /// The two differ if the sample has hard links, or had some in an archive.
+    pub fn placed_path(&self, sample: SampleId) -> Option<Vec<u8>> {
+        let (mut low, mut high) = (0, self.columns[Column::PlacedPaths as usize].count);
+        while low < high {
+            let middle = low + (high - low) / 2;
+            if self.placed(middle)?.sample < sample.0 { low = middle + 1 } else { high = middle }
+        }
+        match self.placed(low).filter(|placed| placed.sample == sample.0) {
+            Some(placed) => self.names(placed.path_offset, u64::from(placed.path_len)).map(<[u8]>::to_vec),
+            None => self.entry_of(sample).map(|entry| self.path(&entry)),
+        }
+    }
+
+    /// Returns a file's path below the directory that is its source. The path is empty if the
+    /// source is a single file. Returns `None` if the sample does not come from a directory or
+    /// single file.
+    pub fn path_in_source(&self, sample: SampleId) -> Option<Vec<u8>> {
+        let Origin { source, place } = self.origin(sample)?;
+        let Source { prefix, kind, .. } = self.source(source)?;
+        let path = self.placed_path(sample)?;
+        match (place, kind) {
+            (Place::Tree, SourceKind::File) => (path == prefix).then(Vec::new),
+            (Place::Tree, SourceKind::Directory) => match prefix.is_empty() {
+                true => Some(path).filter(|path| !path.is_empty()),
+                false => path.strip_prefix(&prefix[..])?.strip_prefix(b"/").map(<[u8]>::to_vec),
+            },
+            _ => None,
+        }
+    }
+
+    /// Returns the capacity of each node as used for the placement, in the order of node numbers.
+    /// With the header's seed and grouping, and with [`Self::placed_path`], it determines all
+    /// candidates of a block.
+    pub fn capacities(&self) -> impl Iterator<Item = u64> {
+        let rows = 0..self.columns[Column::Capacities as usize].count;
+        rows.filter_map(|row| self.record(Column::Capacities, row).map(|bytes| u64::from_le_bytes(*bytes)))
+    }
+
+    pub(super) fn origin_record(&self, sample: SampleId) -> Option<OriginRecord> {
+        OriginRecord::decode(self.record(Column::Origins, u64::from(sample.0))?)
+    }
+
+    pub(super) fn placed(&self, row: u64) -> Option<PlacedPathRecord> {
+        self.record(Column::PlacedPaths, row).map(PlacedPathRecord::decode)
+    }
+
+    /// Returns whether the block's owner stored it during the stage-in. A block that was left out for lack of room is read from
+    /// its origin.
+    pub fn is_stored(&self, block: BlockId) -> bool {
+        self.arrival(block).is_some_and(|arrival| arrival != NOT_STORED)
+    }
+
+    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; [`NOT_STORED`] if the block was
+    /// left out.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }
@@ -418,7 +480,8 @@ impl Catalog {
         let record = SourceRecord::decode(self.record(Column::Sources, u64::from(source))?)?;
         let path = self.names(record.path_offset, u64::from(record.path_len))?.to_vec();
         let prefix = self.names(record.path_offset.checked_add(path.len() as u64)?, u64::from(record.prefix_len))?.to_vec();
-        Some(Source { path, prefix, kind: record.kind, compression: record.compression })
+        let SourceRecord { kind, compression, version, inode, .. } = record;
+        Some(Source { path, prefix, kind, compression, version, inode })
     }
 
     pub(super) fn node(&self, column: Column, row: u32) -> Option<NodeRecord> {

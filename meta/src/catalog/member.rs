@@ -8,29 +8,33 @@ use std::io::{self, Read, Write};
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use super::layout::Place;
 use crate::checksum::{check, checksum};
 use crate::id::NodeId;
 use crate::limits::{BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use crate::path::walk_order;
 
 /// A member's position in the order of all members: first by source, in the order in which the user
-/// gave the sources, and then by position in the source. The position of a file is also the
-/// sample's origin.
+/// gave the sources, and then by position in the source.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MemberKey {
     /// Index of the source.
     pub source: u32,
     /// In a tar, the offset of the data in the uncompressed stream; in a zip, the offset of the
-    /// record in the central directory; in a tree, the index in the walk.
+    /// record in the central directory; in a tree, the index in the walk. It orders members; the
+    /// place of a file's bytes is in [`MemberKind::File`].
     pub offset: u64,
 }
 
-/// A block of a member that its owner has stored.
+/// The arrival number of a block that was left out, because there was no room for it.
+pub const NOT_STORED: u32 = u32::MAX;
+
+/// A block of a member, and where it is.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBlock {
-    /// The node that stores the block.
+    /// The node that stores the block, or reads it from its origin for all others.
     pub owner: NodeId,
-    /// Its number among all blocks that arrived at that node in this stage-in.
+    /// Its number among all blocks that arrived at that node in this stage-in, or [`NOT_STORED`].
     pub arrival: u32,
 }
 
@@ -41,6 +45,8 @@ pub enum MemberKind {
     File {
         /// Size in bytes.
         size: u64,
+        /// Where the file's bytes lie in the source.
+        place: Place,
         /// The file's blocks, in order.
         blocks: Vec<StoredBlock>,
         /// CRC32C of each chunk as it was read from the source, in order.
@@ -167,7 +173,10 @@ mod tests {
         };
         let blocks = vec![StoredBlock { owner: NodeId(3), arrival: 4 }];
         let members = [
-            member(b"a", MemberKind::File { size: 3, blocks, checksums: vec![9] }),
+            member(
+                b"a",
+                MemberKind::File { size: 3, place: Place::ZipRecord { offset: 1, len: 40 }, blocks, checksums: vec![9] },
+            ),
             member(b"b\xff", MemberKind::HardLink(b"a".to_vec())),
             member(b"", MemberKind::Directory),
         ];

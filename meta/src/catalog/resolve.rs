@@ -316,6 +316,7 @@ impl MemberKind {
 
 #[cfg(test)]
 mod tests {
+    use super::super::layout::Place;
     use super::*;
 
     /// Unpacks the lines of a script in order: `d a` is a directory, `f a` a file whose content is its line number, `s a x` a
@@ -331,7 +332,7 @@ mod tests {
                 let target = || words[2].as_bytes().to_vec();
                 let kind = match words[0] {
                     "d" => MemberKind::Directory,
-                    "f" => MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() },
+                    "f" => MemberKind::File { size: 0, place: Place::Tree, blocks: Vec::new(), checksums: Vec::new() },
                     "s" => MemberKind::Symlink(target()),
                     _ => MemberKind::HardLink(target()),
                 };

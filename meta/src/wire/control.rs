@@ -39,6 +39,9 @@ pub struct StageInRequest {
     pub replace: bool,
     /// Upper bound on the bytes of sources that all nodes together read per second.
     pub max_rate: Option<u64>,
+    /// Whether the stage-in fails if not all samples fit. Otherwise some samples are left on the PFS, and
+    /// read from there.
+    pub require_fit: bool,
 }
 
 /// Which files of the sources are staged in, and under which names.
@@ -125,6 +128,8 @@ pub struct StageInEstimate {
     pub catalog_bytes: u64,
     /// Free room on all nodes together, in bytes.
     pub free_bytes: u64,
+    /// If not all samples fit: an estimate of their bytes, and of the share that is stored, in thousandths.
+    pub partial: Option<(u64, u64)>,
 }
 
 /// The progress of a stage-in.
@@ -334,8 +339,10 @@ impl Summary {
 pub struct NodeShare {
     /// Number of samples whose first block the node owns.
     pub samples: u64,
-    /// Bytes of the blocks that the node owns.
+    /// Bytes of the blocks that the node stores.
     pub bytes: u64,
+    /// Bytes of the blocks that it owns but did not store.
+    pub left_out_bytes: u64,
     /// What the node did.
     pub counted: Counted,
     /// Source bytes that the node read in each interval.

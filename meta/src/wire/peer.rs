@@ -31,10 +31,10 @@ pub use administration::{AdministrationReply, AdministrationRequest, AgreedNetwo
 pub use conflicts::{Rival, Rivalry, Sighting, SuspectPath};
 pub use coordination::{CoordinatorReply, CoordinatorRequest};
 pub use offers::{Damaged, OfferReply, OfferRequest, ShippedBlock};
-pub use reads::{ReadReply, ReadRequest};
+pub use reads::{MissingChunk, ReadReply, ReadRequest, WhyMissing};
 pub use rejection::{Answered, Rejection, RejectionKind};
 pub use stage_in::{NodeStageInReply, NodeStageInRequest};
-pub use units::{RangeReport, TarPosition, TarRange, TreeEntry, TreeKind, Unit, UnitReport, Version, Work, ZipPart};
+pub use units::{RangeReport, TarPosition, TarRange, TreeEntry, TreeKind, Unit, UnitReport, Work, ZipPart};
 
 /// A request that goes in a pull.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]

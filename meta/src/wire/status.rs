@@ -196,6 +196,10 @@ pub struct NodeStatus {
     pub joined: u64,
     /// Chunks that this node sent to others.
     pub served: Reads,
+    /// Chunks that this node read from their origins.
+    pub origins: OriginStatus,
+    /// Bytes of the blocks that this node owns but did not store, for lack of room.
+    pub left_out_bytes: u64,
     /// What this node received from each owner, by node.
     pub owners: Vec<OwnerStatus>,
     /// How long clients waited for chunks that they asked the server for, in microseconds: the
@@ -242,6 +246,17 @@ pub fn total(reads: &[Reads; SOURCES]) -> Reads {
     let mut all = Reads::default();
     reads.iter().for_each(|&reads| all.add(reads));
     all
+}
+
+/// What a node read from origins on the parallel file system.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OriginStatus {
+    /// Chunks, and their bytes.
+    pub reads: Reads,
+    /// Reads of sources. One can bring several chunks that lie close together.
+    pub operations: u64,
+    /// Chunks that could not be read.
+    pub failures: u64,
 }
 
 /// The traffic that a node received from one owner.

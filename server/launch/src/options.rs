@@ -19,6 +19,8 @@ pub struct SessionOptions {
     pub stage_in_memory: Option<u64>,
     /// Stage-in workers of each server. `None`: its share of the cores.
     pub stage_in_workers: Option<u16>,
+    /// Reads of samples that each server makes at the same time on the parallel file system. `None`: the default.
+    pub pfs_streams: Option<u16>,
     /// How long a stage-in may stand still before it fails. `None`: the default.
     pub stage_in_timeout: Option<Duration>,
     /// The absolute path below which programs see the namespace.
@@ -51,6 +53,7 @@ impl Default for SessionOptions {
             memory: None,
             stage_in_memory: None,
             stage_in_workers: None,
+            pfs_streams: None,
             stage_in_timeout: None,
             prefix: b"/dayfly".to_vec(),
             transport: Preference::Auto,

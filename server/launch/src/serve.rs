@@ -312,6 +312,7 @@ async fn start(
         workers: environment.workers,
         decoders: environment.decoders,
         stage_in_memory: environment.stage_in_memory,
+        pfs_streams: usize::from(settings.pfs_streams),
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);

@@ -9,6 +9,7 @@ use std::sync::Arc;
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
+use dayfly_meta::limits::PFS_STREAMS_DEFAULT;
 use dayfly_server::Key;
 use nix::fcntl::Flock;
 use tokio::sync::oneshot;
@@ -146,6 +147,7 @@ fn invitation(plan: &SessionPlan, session: SessionId, key: Zeroizing<[u8; 32]>, 
             memory: plan.memory,
             stage_in_memory: options.stage_in_memory,
             stage_in_workers: options.stage_in_workers,
+            pfs_streams: options.pfs_streams.unwrap_or(PFS_STREAMS_DEFAULT),
             prefix: plan.prefix.clone(),
             verify_reads: options.verify_reads,
             encrypt: options.encrypt,

@@ -1,5 +1,7 @@
 //! The chunks of one owner that one request has to load into the arena.
 
+use std::collections::HashMap;
+use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -23,8 +25,8 @@ pub(crate) struct LoadGroup {
     dataset: Arc<Dataset>,
     loads: Vec<Load>,
     bytes: u64,
-    /// Sends the failure to the requests that joined; dropping the sender ends their wait without a failure.
-    end: Option<oneshot::Sender<LoadFailure>>,
+    /// Sends the failures to the requests that joined; dropping the sender ends their wait without a failure.
+    end: Option<oneshot::Sender<Arc<HashMap<Chunk, LoadFailure>>>>,
     pending: PendingLoad,
 }
 
@@ -80,39 +82,41 @@ impl LoadGroup {
         self.loads.iter_mut().filter_map(|load| load.slot.take()).collect()
     }
 
-    /// Makes the verified chunks in `slots` resident. A chunk without a slot could not be loaded.
-    /// Returns the index of each chunk in the request, with a lease if the chunk was loaded.
-    pub(crate) fn fill(mut self, slots: Vec<Option<Slot>>) -> Vec<(u32, Option<Lease>)> {
+    /// Ends the load: makes the verified chunks resident, and tells the requests that joined why the others could not be loaded.
+    /// Returns each chunk's index in the request, with a lease or the failure.
+    pub(crate) fn end<E>(mut self, outcomes: Vec<Result<Slot, Arc<E>>>) -> Vec<(u32, Result<Lease, Arc<E>>)>
+    where
+        E: Error + Send + Sync + 'static,
+    {
         let arena = self.arena.clone();
-        let mut filled = Vec::with_capacity(slots.len());
+        let mut ended = Vec::with_capacity(outcomes.len());
+        let mut failures: HashMap<Chunk, LoadFailure> = HashMap::new();
         // These are dropped after the lock is released, because evicted chunks withdraw their locations and free their slots.
         let mut evicted = Vec::new();
         let mut table = arena.table();
-        for (load, slot) in std::mem::take(&mut self.loads).into_iter().zip(slots) {
+        for (load, outcome) in std::mem::take(&mut self.loads).into_iter().zip(outcomes) {
             let key = (self.dataset.id(), load.chunk);
-            let Some(slot) = slot else {
-                table.abandon_load(&key);
-                filled.push((load.index, None));
-                continue;
+            let slot = match outcome {
+                Ok(slot) => slot,
+                Err(failure) => {
+                    table.abandon_load(&key);
+                    failures.insert(load.chunk, failure.clone());
+                    ended.push((load.index, Err(failure)));
+                    continue;
+                }
             };
             let chunk = Arc::new(arena.make_resident(&self.dataset, &load, slot));
             evicted.extend(table.finish_load(key, chunk.clone()));
-            filled.push((load.index, Some(Lease::new(&arena, chunk))));
+            ended.push((load.index, Ok(Lease::new(&arena, chunk))));
         }
         drop(table);
-        filled
-    }
-
-    /// Ends the load with a failure, which every request that joined the load gets too. Returns the chunks, by index in the
-    /// request.
-    pub(crate) fn fail(mut self, failure: LoadFailure) -> Vec<(u32, Chunk)> {
-        let failed = self.loads.iter().map(|load| (load.index, load.chunk)).collect();
-        self.abandon();
-        if let Some(end) = self.end.take() {
+        if !failures.is_empty()
+            && let Some(end) = self.end.take()
+        {
             // Perhaps no request has joined.
-            let _ = end.send(failure);
+            let _ = end.send(Arc::new(failures));
         }
-        failed
+        ended
     }
 
     fn abandon(&mut self) {

@@ -64,8 +64,16 @@ impl Client {
         let stuck = tokio::time::sleep(patience);
         tokio::pin!(stuck);
         let mut is_stuck = false;
+        // An empty message now and then shows the client that the server is still at work, while a read waits for the parallel file
+        // system.
+        let quiet_max = self.context.deadlines().request;
+        let quiet = tokio::time::sleep(quiet_max);
+        tokio::pin!(quiet);
+        let mut is_quiet = false;
         loop {
-            if sending.is_none() && (!pending.is_empty() || fetch.is_done()) {
+            if sending.is_none() && (!pending.is_empty() || fetch.is_done() || is_quiet) {
+                is_quiet = false;
+                quiet.as_mut().reset(tokio::time::Instant::now() + quiet_max);
                 let part = split_message(&mut pending);
                 let is_last = fetch.is_done() && pending.is_empty();
                 if is_last {
@@ -103,6 +111,7 @@ impl Client {
                     }
                     None => return Err(io::ErrorKind::UnexpectedEof.into()),
                 },
+                () = &mut quiet, if !is_sending && !is_quiet => is_quiet = true,
                 () = &mut stuck, if is_sending && !is_stuck => {
                     // The client may be stopped for hours, and must not hold memory all that time. The message goes out
                     // eventually, or the process ends.

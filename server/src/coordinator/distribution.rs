@@ -46,7 +46,12 @@ impl Distribution {
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let Some(owner) = catalog.owner(block) else { continue };
                 let Some(node) = distribution.nodes.get_mut(owner.index()) else { continue };
-                node.bytes += block_len(size, part);
+                let len = block_len(size, part);
+                if catalog.is_stored(block) {
+                    node.bytes += len
+                } else {
+                    node.left_out_bytes += len
+                }
                 if part > 0 {
                     continue;
                 }
@@ -66,7 +71,7 @@ impl Distribution {
     }
 }
 
-/// Returns how much more the fullest node holds than the mean, in thousandths of the mean.
+/// Returns how much more the fullest node stores than the mean, in thousandths of the mean.
 pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
     let all: u64 = nodes.iter().map(|node| node.bytes).sum();
     let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;

@@ -33,10 +33,16 @@ pub(crate) enum CoordinatorError {
     #[error("a session has at most {DATASETS_MAX} datasets; replace one with --replace, or start another session")]
     TooManyDatasets,
     #[error(
-        "the sources take at least {}, and all nodes together have {} free ({}); {MORE_ROOM}",
-        show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free)
+        "the sources take at least {}, and all nodes together have {} free ({}); {}{MORE_ROOM}",
+        show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free),
+        if *can_be_left { LEAVE } else { "" }
     )]
-    NotEnoughRoom { needed: u64, free: Vec<u64> },
+    NotEnoughRoom { needed: u64, free: Vec<u64>, can_be_left: bool },
+    #[error(
+        "each node needs about {} for the catalog, and node {node} has {} free; {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(*free)
+    )]
+    NoCatalogRoom { needed: u64, node: usize, free: u64 },
     /// A node found no room on any node. `free` is from the start of the stage-in.
     #[error(
         "{cause}; {} were stored, and all nodes together had {} free ({}); {MORE_ROOM}",
@@ -89,6 +95,8 @@ pub(crate) enum CoordinatorError {
 /// What to do if nodes are full.
 const MORE_ROOM: &str =
     "start the session on more nodes, allow more with --capacity, add drives with --data-dir, or stage in less";
+/// What else to do if the samples that do not fit can be left on the parallel file system.
+const LEAVE: &str = "without --require-fit, a part is stored and the rest is read from the sources; or ";
 /// The most nodes whose free bytes a message shows.
 const NODES_SHOWN_MAX: usize = 8;
 

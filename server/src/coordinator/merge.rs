@@ -97,7 +97,7 @@ impl MergeJob {
     where
         I: Iterator<Item = io::Result<Member>>,
     {
-        let mut builder = CatalogBuilder::new(scratch, self.about, &self.sources)?;
+        let mut builder = CatalogBuilder::new(scratch, self.about.clone(), &self.sources)?;
         let mut refused = Refused::default();
         let mut replaced = ReplacedSamples::default();
         while let Some(history) = histories.advance()? {

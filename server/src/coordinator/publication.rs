@@ -13,6 +13,7 @@ use futures_util::future::join_all;
 
 use super::conflicts::Rivals;
 use super::distribution::{self, Distribution};
+use super::fit::Fit;
 use super::merge::{MergeJob, Merged, Run};
 use super::{CoordinatedStageIn, Coordinator, CoordinatorError};
 use crate::peers::PeerError;
@@ -30,8 +31,10 @@ pub(super) struct Publication<'a> {
     pub(super) request: &'a StageInRequest,
     pub(super) sources: Vec<Source>,
     pub(super) rivals: Arc<Rivals>,
-    /// Free bytes on each node, in the order of node numbers.
+    /// Free bytes on each node, in the order of node numbers. They are the capacities of the placement.
     pub(super) free: Vec<u64>,
+    /// What is stored of the samples.
+    pub(super) fit: Fit,
 }
 
 impl Publication<'_> {
@@ -41,7 +44,9 @@ impl Publication<'_> {
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
         let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
         let stage_in = self.stage_in.number;
-        let begin = NodeStageInRequest::Begin { stage_in, selection, seed, max_rate, capacities: self.free.clone() };
+        let Fit { stored_share, expected_files, .. } = self.fit;
+        let capacities = self.free.clone();
+        let begin = NodeStageInRequest::Begin { stage_in, selection, seed, max_rate, capacities, stored_share, expected_files };
         self.ask_all(&begin, context.deadlines().request).await?;
         self.stage_in.set_all_begun();
         self.stage_in.all_read().await;
@@ -85,7 +90,13 @@ impl Publication<'_> {
             coordinator: self.coordinator.clone(),
             stage_in: self.stage_in.clone(),
             runs,
-            about: About { seed: self.request.seed, created_s, group: self.request.selection.group, directories_max },
+            about: About {
+                seed: self.request.seed,
+                capacities: self.free.clone(),
+                created_s,
+                group: self.request.selection.group,
+                directories_max,
+            },
             sources: self.sources.clone(),
             rivals: self.rivals.clone(),
         };

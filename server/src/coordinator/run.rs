@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::limits::DATASETS_MAX;
 use dayfly_meta::path::{display, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
@@ -19,6 +20,7 @@ use tokio::time::sleep;
 use tracing::Instrument;
 
 use super::conflicts::Rivals;
+use super::fit::{Amounts, Fit};
 use super::publication::Publication;
 use super::stall::StallDetector;
 use super::{COORDINATOR, CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
@@ -100,12 +102,16 @@ async fn run_to_end(
     // While the stage-in was planned, blocks may have been cached, and other programs may have filled drives.
     make_headroom(context).await?;
     let free = free_room(context).await?;
-    let estimate = estimate(&plan, free.iter().sum());
-    let (needed, all_free) = (estimate.least_bytes, estimate.free_bytes);
-    let _ = events.send(Event::Planned(estimate)).await;
-    if needed > all_free {
-        return Err(CoordinatorError::NotEnoughRoom { needed, free });
-    }
+    let fit = tokio::select! {
+        biased;
+        fit = judge_fit(context, &request, &plan, &free, planning.0.clone()) => fit,
+        stalled = planning_stalls(context, &planning.0) => return Err(stalled),
+        () = events.closed() => return Err(CoordinatorError::Cancelled),
+        never = report_phase(context, events, Phase::Planning) => never,
+    };
+    let partial = fit.as_ref().ok().and_then(|fit| fit.partial);
+    let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), partial))).await;
+    let fit = fit?;
     let number = coordinator.last_number.fetch_add(1, Ordering::Relaxed) + 1;
     tracing::Span::current().record("stage_in", number);
     let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
@@ -114,7 +120,8 @@ async fn run_to_end(
     let (nodes, deadlines) = (context.peers.count(), *context.deadlines());
     let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan_drive, plan.counts), judging, nodes, deadlines));
     coordinator.registry.insert(stage_in.clone());
-    let publication = Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free };
+    let publication =
+        Publication { coordinator, stage_in: &stage_in, request: &request, sources: plan.sources, rivals, free, fit };
     let preparing = async {
         tokio::select! {
             biased;
@@ -213,7 +220,44 @@ async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, Coordinator
     join_all(asking).await.into_iter().collect()
 }
 
-fn estimate(plan: &StageInPlan, free_bytes: u64) -> StageInEstimate {
+/// Decides what share of the samples is stored. Looks into plain tars only if their lengths do not decide.
+async fn judge_fit(
+    context: &CoordinatorContext,
+    request: &StageInRequest,
+    plan: &StageInPlan,
+    free: &[u64],
+    monitor: Arc<ProgressMonitor>,
+) -> Result<Fit, CoordinatorError> {
+    let sizes = plan.sizes;
+    let amounts = Amounts {
+        files: plan.known_files + sizes.zip_members,
+        readable_bytes: sizes.readable_bytes_max,
+        unreadable_bytes: sizes.unreadable_bytes_min,
+        untold_bytes: sizes.untold_bytes,
+    };
+    let at_most = Fit::of(amounts, free, false)?;
+    if at_most.partial.is_none() {
+        return Fit::of(amounts, free, request.require_fit);
+    }
+    let tars: Vec<Source> = plan.sources.iter().filter(|source| is_plain_tar(source)).cloned().collect();
+    let tars_len: u64 = tars.iter().map(|source| source.version.size).sum();
+    let selection = request.selection.clone();
+    let sampling = context.blocking.run(move || plan::sample_tars(&tars, &selection, &monitor));
+    // The number of files is only roughly known, and blocks must not take the catalog's room.
+    let in_tars = sampling.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))?;
+    let amounts = Amounts {
+        files: amounts.files + in_tars.files * 2,
+        readable_bytes: amounts.readable_bytes.saturating_sub(tars_len).saturating_add(in_tars.bytes),
+        ..amounts
+    };
+    Fit::of(amounts, free, request.require_fit)
+}
+
+fn is_plain_tar(source: &Source) -> bool {
+    source.kind == SourceKind::Tar && source.compression == Compression::None
+}
+
+fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) -> StageInEstimate {
     StageInEstimate {
         sources: plan.sources.len() as u64,
         source_bytes: plan.source_bytes,
@@ -222,6 +266,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64) -> StageInEstimate {
         least_bytes: plan.known_bytes,
         catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
         free_bytes,
+        partial,
     }
 }
 

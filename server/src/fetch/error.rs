@@ -10,6 +10,7 @@ use dayfly_meta::path::display;
 
 use crate::arena::LoadFailure;
 use crate::blocking::JobLost;
+use crate::origins::OriginFailure;
 use crate::peers::PeerError;
 use crate::store::Dataset;
 
@@ -22,6 +23,8 @@ pub(crate) enum FetchError {
     NoSuchBlock(BlockId),
     #[error("node {owner} does not hold {chunk}")]
     NotHeld { owner: NodeId, chunk: ChunkName },
+    #[error("node {owner} cannot read {chunk}: {reason}")]
+    AtOwner { owner: NodeId, chunk: ChunkName, reason: String },
     #[error("cannot read {chunk}: {source}")]
     Read { chunk: ChunkName, source: ReadError },
     #[error(
@@ -48,6 +51,9 @@ pub(crate) enum ReadError {
         #[source]
         mismatch: Mismatch,
     },
+    /// The chunk is on no drive of its owner, which is this node.
+    #[error(transparent)]
+    Origin(#[from] OriginFailure),
     #[error("cannot verify its bytes: {0}")]
     Verify(#[source] JobLost),
     #[error("its owner sent no bytes")]

@@ -12,11 +12,12 @@ use dayfly_meta::wire::status::Hop;
 
 use super::Fetcher;
 use super::error::{ChunkName, CopyError, FetchError, ReadError, read_error};
+use crate::origins::has_origin;
 use crate::store::Dataset;
 
 impl Fetcher {
-    /// Checks this node's copies of chunks. Returns an error for each bad copy of a block that this node owns, because such a
-    /// block cannot be fetched from another node.
+    /// Checks this node's copies of chunks, and withdraws those that are bad. Returns an error for each bad copy of a block that
+    /// this node owns, if the block cannot be read from its origin.
     pub(crate) async fn recheck(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Option<FetchError>> {
         let (fetcher, checked, wanted) = (self.clone(), dataset.clone(), chunks.to_vec());
         let checking = self.blocking.run(move || -> Vec<Option<FetchError>> {
@@ -37,7 +38,11 @@ impl Fetcher {
         };
         let error = check_copy(dataset, chunk, position)?.err()?;
         let is_cached = matches!(location, Some(Location::Cached(_)));
-        if (is_cached && !dataset.withdraw_cached(chunk.block, position)) || dataset.is_gone() {
+        let is_withdrawn = match is_cached {
+            true => dataset.withdraw_cached(chunk.block, position),
+            false => has_origin(dataset, chunk) && dataset.locations().withdraw(chunk.block, Location::Owned(position)),
+        };
+        if is_cached && !is_withdrawn || dataset.is_gone() {
             // The copy was withdrawn while we read it, so the read may have returned anything.
             return None;
         }
@@ -47,7 +52,7 @@ impl Fetcher {
             CopyError::Damaged(mismatch) => self.damage.record(hop, owner, &name, *mismatch),
             CopyError::Unreadable(error) => self.damage.record_unreadable(hop, owner, &name, error),
         }
-        if is_cached {
+        if is_withdrawn {
             self.cache_again(dataset, chunk);
             return None;
         }

@@ -7,7 +7,7 @@ use dayfly_meta::id::DatasetId;
 use dayfly_meta::wire::peer::{Answered, ReadReply, ReadRequest, Rejection, RejectionKind};
 use dayfly_transport::Piece;
 
-use crate::fetch::Fetcher;
+use crate::fetch::{Fetcher, Served};
 use crate::stage_in::NodeStageIns;
 use crate::store::{Dataset, Store};
 
@@ -20,18 +20,18 @@ pub(crate) struct Reads {
 
 impl Reads {
     /// Answers a read. `room` has the length of each of the asker's slots.
-    pub(super) fn answer(&self, request: ReadRequest, room: &[u64]) -> Answered<(ReadReply, Vec<Piece>)> {
+    pub(super) async fn answer(&self, request: ReadRequest, room: &[u64]) -> Answered<(ReadReply, Vec<Piece>)> {
         let first_room = room.first().copied().unwrap_or(0);
         match request {
-            ReadRequest::Chunks { dataset, chunks } => {
+            ReadRequest::Chunks { dataset, chunks, recheck } => {
                 let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists");
                 let dataset = self.readable_dataset(dataset).ok_or_else(gone)?;
                 if chunks.len() != room.len() {
                     let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());
                     return Err(Rejection::new(RejectionKind::Invalid, reason));
                 }
-                let (missing, pieces) = self.fetcher.serve(&dataset, &chunks);
-                Ok((ReadReply::Chunks { missing }, pieces))
+                let Served { missing, reasons, pieces } = self.fetcher.serve(&dataset, &chunks, recheck).await;
+                Ok((ReadReply::Chunks { missing, reasons }, pieces))
             }
             ReadRequest::Run { stage_in, run, offset } => {
                 Ok(with_checksum(self.stage_ins.get(stage_in)?.read_run(run, offset, first_room)?))

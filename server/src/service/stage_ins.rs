@@ -17,8 +17,18 @@ impl StageIns {
         let Self { stage_ins } = self;
         match request {
             NodeStageInRequest::MakeHeadroom => stage_ins.make_headroom().await?,
-            NodeStageInRequest::Begin { stage_in: number, selection, seed, max_rate, capacities } => {
-                let order = StageInOrder { number, coordinator: from, selection, seed, max_rate, capacities };
+            NodeStageInRequest::Begin {
+                stage_in: number,
+                selection,
+                seed,
+                max_rate,
+                capacities,
+                stored_share,
+                expected_files,
+            } => {
+                let coordinator = from;
+                let order =
+                    StageInOrder { number, coordinator, selection, seed, max_rate, capacities, stored_share, expected_files };
                 stage_ins.begin(order).await?;
             }
             NodeStageInRequest::Reserve { stage_in, block_len, rival } => {

@@ -202,6 +202,7 @@ impl Session<'_> {
                 verify_reads: false,
                 workers: 1 + random.below(3) as usize,
                 decoders: 1,
+                pfs_streams: 16,
                 stage_in_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };

@@ -13,6 +13,8 @@ use crate::store::{Drive, NewDataset, Reservation};
 
 /// Bytes that a file takes in a catalog and in the table of locations, if its name has the usual length.
 const CATALOG_FILE_LEN: u64 = 128;
+/// Bytes that a catalog takes in addition: each of its columns begins on a page.
+const CATALOG_LEN_MIN: u64 = 64 << 10;
 /// The table of locations takes less room than the catalog, so twice the catalog's length suffices for both.
 const CATALOG_AND_LOCATIONS: u64 = 2;
 
@@ -30,12 +32,21 @@ pub(crate) struct PreparedCatalog {
 }
 
 impl NodeStageIn {
+    /// Reserves room for the catalog of `files` files, in addition to what is reserved already. Evicts cached blocks if there is
+    /// not enough. If there still is no room, the stage-in fails when the catalog arrives, and the user learns why.
+    pub(super) async fn reserve_room_for_catalog(&self, files: u64) {
+        let missing = self.reserve_catalog_room(files);
+        if missing > 0 && self.context.room.make_room(missing).await.is_ok_and(|made| made) {
+            self.reserve_catalog_room(files);
+        }
+    }
+
     /// Reserves room for the catalog of `files` files. If there is not enough room, reserves none, and returns how many bytes
     /// are missing.
-    pub(super) fn reserve_catalog_room(&self, files: u64) -> u64 {
+    fn reserve_catalog_room(&self, files: u64) -> u64 {
         let mut room = self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(room) = &mut *room else { return 0 };
-        let more = (files * CATALOG_FILE_LEN).saturating_sub(room.bytes());
+        let more = (files.saturating_mul(CATALOG_FILE_LEN) + CATALOG_LEN_MIN).saturating_sub(room.bytes());
         if room.grow(more) { 0 } else { more }
     }
 

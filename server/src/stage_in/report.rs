@@ -49,11 +49,7 @@ async fn report(stage_in: &NodeStageIn) -> bool {
         match send_report(stage_in, asked_at).await {
             Ok(CoordinatorReply::Continue { files, suspects }) => {
                 stage_in.suspect_paths.set(suspects);
-                let missing = stage_in.reserve_catalog_room(files);
-                // If there is no room, the stage-in fails when the catalog arrives, and the user learns why.
-                if missing > 0 && stage_in.context.room.make_room(missing).await.is_ok_and(|made| made) {
-                    stage_in.reserve_catalog_room(files);
-                }
+                stage_in.reserve_room_for_catalog(files).await;
             }
             Ok(CoordinatorReply::Abort) => return true,
             Ok(_) => return false,

@@ -85,6 +85,7 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
         seed: stage_in.seed,
         decoders: DecoderLimits { threads: context.decoders, ahead_len: memory.decoded_ahead_len },
         suspect_paths: stage_in.suspect_paths.clone(),
+        stored_share: stage_in.stored_share,
     };
     let mut worker = Worker::new(sink, runs, config, stage_in.monitor.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();

@@ -1,10 +1,11 @@
-//! The blocks of other nodes that a dataset caches on this node: those whose hash is below a threshold, which is as high as the
-//! free room allows. The choice is the same in every epoch, so if a dataset does not fit entirely, its blocks do not evict each
-//! other again and again, as they would with an LRU.
+//! The blocks that a dataset caches on this node: those whose rank is below a threshold, which is as high as the free room allows.
+//! Hashes give the ranks, so the choice is the same in every epoch. If a dataset does not fit entirely, its blocks do not evict
+//! each other again and again, as they would with an LRU. Blocks that this node owns but did not store for lack of room come
+//! before the blocks of other nodes, because each read of theirs is a read of the parallel file system.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
-//! hashes are *withdrawn* (processes no longer find them) and then *freed* (their room goes back to the file system).
+//! ranks are *withdrawn* (processes no longer find them) and then *freed* (their room goes back to the file system).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -22,7 +23,7 @@ use super::segment::room_for;
 #[cfg(test)]
 mod tests;
 
-/// The threshold that selects all blocks: every hash is below it.
+/// The threshold that selects all blocks: every rank is below it.
 const ALL: u64 = 1 << 32;
 /// The part of the room that the selected blocks should fill. The rest covers the bytes that alignment to pages wastes, and the
 /// excess if the hashes select slightly more blocks than they should.
@@ -31,7 +32,7 @@ const ROOM_PERMILLE: u64 = 985;
 /// The cached blocks of one dataset.
 #[derive(Default)]
 pub(crate) struct CachedBlocks {
-    /// Blocks whose hash is below this are cached.
+    /// Blocks whose rank is below this are cached.
     threshold: AtomicU64,
     /// Set while a stage-in runs: then no further block is cached.
     is_paused: AtomicBool,
@@ -82,7 +83,7 @@ impl CachedBlocks {
         self.threshold() * 1000 / ALL
     }
 
-    /// Returns the threshold. Blocks whose hash is below it are cached; 0 selects no block.
+    /// Returns the threshold. Blocks whose rank is below it are cached; 0 selects no block.
     pub(crate) fn threshold(&self) -> u64 {
         self.threshold.load(Ordering::Relaxed)
     }
@@ -107,11 +108,27 @@ impl CachedBlocks {
     }
 }
 
-/// Returns the threshold that selects as many blocks as fit into `room` bytes, when all datasets together have `wanted` bytes
-/// to cache.
-pub(crate) fn threshold_for(room: u64, wanted: u64) -> u64 {
-    let share = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000 * u128::from(ALL)).checked_div(wanted.into());
-    share.map_or(ALL, |share| share.min(ALL.into()) as u64)
+/// The shares of blocks that a node caches: of those that it owns but did not store, and of all others. [`ALL`] is all of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CacheShares {
+    left_out: u64,
+    others: u64,
+}
+
+impl CacheShares {
+    /// Returns the shares that fit into `room` bytes, when all datasets together have this many bytes of either kind.
+    pub(crate) fn that_fit(room: u64, left_out_bytes: u64, other_bytes: u64) -> Self {
+        let room = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000) as u64;
+        let share = |room: u64, wanted: u64| {
+            let share = (u128::from(room) * u128::from(ALL)).checked_div(wanted.into());
+            share.map_or(ALL, |share| share.min(ALL.into()) as u64)
+        };
+        Self { left_out: share(room, left_out_bytes), others: share(room.saturating_sub(left_out_bytes), other_bytes) }
+    }
+}
+
+fn part_of(whole: u64, share: u64) -> u64 {
+    (u128::from(whole) * u128::from(share) / u128::from(ALL)) as u64
 }
 
 /// Returns a threshold below `threshold` that frees about `bytes` of `cached_room`.
@@ -124,7 +141,7 @@ pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) ->
 }
 
 impl Dataset {
-    /// Returns the bytes of the blocks that other nodes own.
+    /// Returns the bytes of the blocks that this node has not stored itself, whoever owns them.
     pub(crate) fn remote_bytes(&self) -> u64 {
         self.catalog().header().bytes.saturating_sub(self.owned().bytes)
     }
@@ -134,15 +151,35 @@ impl Dataset {
         let threshold = self.cached_blocks().threshold();
         threshold > 0
             && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
-            && self.hash(block) < threshold
+            && self.rank(block) < threshold
             && !self.is_local(block)
     }
 
-    fn hash(&self, block: BlockId) -> u64 {
-        hash(block, self.catalog().header().seed)
+    /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
+    fn rank(&self, block: BlockId) -> u64 {
+        let (hash, left_out) = (hash(block, self.catalog().header().seed), self.left_out_share());
+        match self.is_mine(block) {
+            true => part_of(left_out, hash),
+            false => left_out + part_of(ALL - left_out, hash),
+        }
     }
 
-    /// Raises the threshold to `threshold`, so that all blocks whose hash is below it are cached. Does nothing if the present
+    /// Returns the share of the blocks to cache that this node owns but did not store.
+    fn left_out_share(&self) -> u64 {
+        let share = u128::from(self.owned().left_out_bytes) * u128::from(ALL);
+        share.checked_div(self.remote_bytes().into()).map_or(0, |share| share.min(ALL.into()) as u64)
+    }
+
+    /// Returns the threshold that selects these shares of the dataset's blocks.
+    pub(crate) fn cache_threshold(&self, shares: CacheShares) -> u64 {
+        let left_out = self.left_out_share();
+        match shares.left_out {
+            ALL => left_out + part_of(ALL - left_out, shares.others),
+            share => part_of(left_out, share),
+        }
+    }
+
+    /// Raises the threshold to `threshold`, so that all blocks whose rank is below it are cached. Does nothing if the present
     /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
         let _writing = self.cached_blocks().lock();
@@ -174,8 +211,8 @@ impl Dataset {
                 None => {}
             }
         }
-        // Blocks with similar hashes lie next to each other: they are withdrawn together, so whole pages become free.
-        whole.sort_by_cached_key(|(block, _)| (self.hash(*block), block.0));
+        // Blocks with similar ranks lie next to each other: they are withdrawn together, so whole pages become free.
+        whole.sort_by_cached_key(|(block, _)| (self.rank(*block), block.0));
         whole.dedup_by_key(|(block, _)| block.0);
         let written = self.write_whole(&mut writing, &whole).and_then(|written| {
             let mut write = |(chunk, len, bytes)| self.write_piece(&mut writing, chunk, len, bytes);
@@ -255,7 +292,7 @@ impl Dataset {
         result
     }
 
-    /// Lowers the threshold to `threshold`, so that only blocks whose hash is below it stay cached, and withdraws the others. A
+    /// Lowers the threshold to `threshold`, so that only blocks whose rank is below it stay cached, and withdraws the others. A
     /// process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
     /// does not notice, so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
@@ -265,7 +302,7 @@ impl Dataset {
         }
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         writing.has_withdrawn = true;
-        let stays = |block: BlockId| self.hash(block) < threshold;
+        let stays = |block: BlockId| self.rank(block) < threshold;
         writing.partial.retain(|&block, _| stays(block));
         writing.unsynced.retain(|&block, _| stays(block));
         for (block, location, len) in self.published_cached() {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -35,12 +36,14 @@ pub(crate) enum PrepareError {
     Write(#[from] io::Error),
 }
 
-/// The part of a dataset that this node owns.
+/// The part of a dataset that this node owns and has stored.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Owned {
     pub(crate) samples: u64,
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
+    /// Bytes of the blocks that this node owns but did not store, for lack of room.
+    pub(crate) left_out_bytes: u64,
 }
 
 /// The catalog's facts about a chunk.
@@ -61,6 +64,8 @@ pub(crate) struct Dataset {
     locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
+    /// The node that this part of the dataset is on.
+    me: NodeId,
     owned: Owned,
     cached_blocks: CachedBlocks,
     /// Set before the blocks' room is freed. Pieces that are being sent to peers share this flag.
@@ -126,6 +131,7 @@ impl NewDataset<'_> {
             locations,
             locations_file,
             segments,
+            me,
             owned,
             cached_blocks,
             gone,
@@ -150,6 +156,11 @@ impl Dataset {
 
     pub(crate) fn owned(&self) -> Owned {
         self.owned
+    }
+
+    /// Returns whether this node owns a block, whether the block is stored or not.
+    pub(crate) fn is_mine(&self, block: BlockId) -> bool {
+        self.catalog.owner(block) == Some(self.me)
     }
 
     /// Returns the files that a client gets, all read-only: the catalog, the locations, and the segments by drive.
@@ -217,6 +228,16 @@ impl Dataset {
         Some(Piece::File { file, offset: position.offset + chunk.start(), len, revoked: self.gone.clone() })
     }
 
+    /// Reads a chunk from the drive on which this node caches the chunk's block. Returns `None` if it is not cached, if the copy
+    /// was withdrawn meanwhile, or if it cannot be read. May wait for the drive. The caller verifies the bytes.
+    pub(crate) fn read_cached(&self, chunk: Chunk) -> Option<Vec<u8>> {
+        let location = self.locations.find(chunk.block)?;
+        let Location::Cached(position) = location else { return None };
+        let mut bytes = vec![0; self.chunk(chunk)?.len as usize];
+        self.segments.file(position.drive)?.read_exact_at(&mut bytes, position.offset + chunk.start()).ok()?;
+        (self.locations.find(chunk.block) == Some(location) && !self.is_gone()).then_some(bytes)
+    }
+
     /// Declares the blocks invalid: bytes that are copied afterward must not be used, either here or on peers.
     pub(crate) fn set_gone(&self, gone: bool) {
         self.gone.store(gone, Ordering::Release);
@@ -267,6 +288,10 @@ fn fill(
         let Some((size, blocks)) = catalog.sample(sample) else { return Err(damaged.into()) };
         for (part, block) in (0..).zip(blocks.map(BlockId)) {
             if catalog.owner(block) != Some(me) {
+                continue;
+            }
+            if !catalog.is_stored(block) {
+                owned.left_out_bytes += block_len(size, part);
                 continue;
             }
             let position = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;

@@ -5,7 +5,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind};
+use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind, Place, Version};
 use dayfly_meta::limits::SYMLINK_LEN_MAX;
 use dayfly_meta::path::{display, join};
 
@@ -62,8 +62,9 @@ pub(super) enum Keys {
     Offset(u64),
     /// Keys count from `next` up to `end`. Members of a compressed archive within an archive have no
     /// offset in the outer archive. They get the keys between the inner archive's own key and the end
-    /// of the inner archive's data.
-    Count { next: u64, end: u64 },
+    /// of the inner archive's data. Their place in the source is `within`, the outermost archive that
+    /// must be unpacked to reach them.
+    Count { next: u64, end: u64, within: Place },
 }
 
 impl Keys {
@@ -71,7 +72,7 @@ impl Keys {
     pub(super) fn key(&mut self, archive: &Archive<'_>, offset: u64) -> Result<MemberKey, StageInError> {
         let offset = match self {
             Self::Offset(base) => *base + offset,
-            Self::Count { next, end } if *next < *end => {
+            Self::Count { next, end, .. } if *next < *end => {
                 *next += 1;
                 *next - 1
             }
@@ -79,12 +80,38 @@ impl Keys {
         };
         Ok(MemberKey { source: archive.source, offset })
     }
+
+    /// Returns the place of a member of a tar. `start` is the offset of the member's first header.
+    fn place_in_tar(&self, start: u64, member: &TarMember) -> Place {
+        let base = match self {
+            Self::Offset(base) => *base,
+            Self::Count { within, .. } => return *within,
+        };
+        let offset = base.saturating_add(member.data_offset);
+        if member.stored_len == member.size {
+            return Place::Bytes { offset };
+        }
+        let len = (member.data_offset - start.min(member.data_offset)).saturating_add(member.stored_len);
+        Place::SparseTar { offset: base.saturating_add(start), len }
+    }
+}
+
+/// Returns the place of the members of an inner archive that must be unpacked. The inner archive
+/// lies at `place`; `len` is its length if it lies there as it is.
+pub(super) fn nested_place(place: Place, len: u64) -> Place {
+    match place {
+        Place::Bytes { offset } => Place::Nested { offset, len },
+        Place::SparseTar { offset, len } | Place::ZipRecord { offset, len } => Place::Nested { offset, len },
+        Place::Nested { .. } | Place::Tree => place,
+    }
 }
 
 /// A member as its archive describes it, before it has a path in the dataset.
 pub(super) struct FoundMember {
     pub(super) name: Vec<u8>,
     pub(super) key: MemberKey,
+    /// Where the bytes of a file lie.
+    pub(super) place: Place,
     pub(super) mode: u32,
     pub(super) mtime_s: i64,
     pub(super) mtime_ns: u32,
@@ -92,10 +119,19 @@ pub(super) struct FoundMember {
 
 impl<S: Sink> Worker<S> {
     /// Reads a compressed tar, which other threads decode.
-    pub(super) fn read_compressed(&mut self, unit: &Unit, path: &Path, compression: Compression) -> Result<(), StageInError> {
+    pub(super) fn read_compressed(
+        &mut self,
+        unit: &Unit,
+        path: &Path,
+        compression: Compression,
+        as_planned: Version,
+    ) -> Result<(), StageInError> {
         let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
+        let changed = || StageInError::Changed { path: path.to_owned() };
         let file = File::open(path).map_err(unreadable)?;
-        let opened = version(&file).map_err(unreadable)?;
+        if version(&file).map_err(unreadable)? != as_planned {
+            return Err(changed());
+        }
         let archive = Archive::of_unit(unit, path, true);
         let (decoders, monitor) = (self.decoders, self.monitor.clone());
         std::thread::scope(|scope| {
@@ -109,9 +145,9 @@ impl<S: Sink> Worker<S> {
             self.count_reading(waited, 0);
             read
         })?;
-        let is_same = version(&file).map_err(unreadable)? == opened;
-        self.unit.source_bytes += opened.size;
-        if is_same { Ok(()) } else { Err(StageInError::Changed { path: path.to_owned() }) }
+        let is_same = version(&file).map_err(unreadable)? == as_planned;
+        self.unit.source_bytes += as_planned.size;
+        if is_same { Ok(()) } else { Err(changed()) }
     }
 
     /// Reads all members of a tar, up to its end.
@@ -159,9 +195,10 @@ impl<S: Sink> Worker<S> {
         tar: &mut TarReader<R>,
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
+        let place = keys.place_in_tar(tar.member_start(), &member);
         let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset } = member;
         let key = keys.key(archive, data_offset)?;
-        let found = FoundMember { name, key, mode, mtime_s, mtime_ns };
+        let found = FoundMember { name, key, place, mode, mtime_s, mtime_ns };
         let kind = match kind {
             TarKind::Special => {
                 self.unit.counts.special += 1;
@@ -169,11 +206,10 @@ impl<S: Sink> Worker<S> {
             }
             TarKind::File => {
                 if let Some(inner) = self.nested(archive, &found.name) {
-                    let mut counted =
-                        Keys::Count { next: key.offset.saturating_add(1), end: key.offset.saturating_add(stored_len) };
+                    let (next, end) = (key.offset.saturating_add(1), key.offset.saturating_add(stored_len));
+                    let mut counted = Keys::Count { next, end, within: nested_place(place, stored_len) };
                     // Offsets within an expanded sparse file differ from offsets in the archive.
                     let keys = if stored_len == size { keys } else { &mut counted };
-                    let end = key.offset.saturating_add(stored_len);
                     return self.take_nested(&inner, found, (size, end), tar, keys);
                 }
                 return self.take_data(archive, found, size, tar, &|error| archive.unreadable(data_offset, error));
@@ -196,8 +232,8 @@ impl<S: Sink> Worker<S> {
         damaged: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let Some(path) = self.path_of(archive, &found.name, false)? else { return Ok(()) };
-        let FoundMember { key, mode, mtime_s, mtime_ns, .. } = found;
-        let kind = MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() };
+        let FoundMember { key, place, mode, mtime_s, mtime_ns, .. } = found;
+        let kind = MemberKind::File { size: 0, place, blocks: Vec::new(), checksums: Vec::new() };
         let member = Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind };
         self.take_file(member, size, data, damaged).or_else(|error| self.skip_or_fail(error))?;
         self.flush_if_many()

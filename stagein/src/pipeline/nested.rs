@@ -13,7 +13,7 @@ use dayfly_meta::catalog::{Compression, Member, MemberKind};
 use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, NESTED_DEPTH_MAX, NESTED_ZIP_LEN_MAX};
 use dayfly_meta::path::{components, display, join, normalize, split_last};
 
-use super::archive::{Archive, FoundMember, Keys};
+use super::archive::{Archive, FoundMember, Keys, nested_place};
 use super::{Sink, Worker};
 use crate::StageInError;
 use crate::selection::Decision;
@@ -82,7 +82,8 @@ impl<S: Sink> Worker<S> {
             return self.skip_or_fail(archive.unreadable(0, error));
         }
         let compression = recognize(&start);
-        let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end };
+        let within = nested_place(found.place, end.saturating_sub(found.key.offset));
+        let mut counted = Keys::Count { next: found.key.offset.saturating_add(1), end, within };
         let mut offset = Keys::Offset(found.key.offset);
         let is_plain_tar = compression == Compression::None && is_tar(&start);
         let keys = match keys {

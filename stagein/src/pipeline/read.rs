@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dayfly_meta::catalog::{Member, MemberKey, MemberKind};
+use dayfly_meta::catalog::{Member, MemberKey, MemberKind, Place, Version};
 use dayfly_meta::path::join;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::{RangeReport, TreeEntry, TreeKind, Version, Work};
+use dayfly_meta::wire::peer::{RangeReport, TreeEntry, TreeKind, Work};
 
 use super::{ProgressMonitor, Sink, Unit, Worker};
 use crate::StageInError;
@@ -21,8 +21,8 @@ impl<S: Sink> Worker<S> {
     /// Reads a unit. With `--keep-going`, a source that cannot be read is skipped.
     pub(super) fn read_unit(&mut self, unit: &Unit) -> Result<Option<RangeReport>, StageInError> {
         match &unit.work {
-            Work::Tar { path, compression } => {
-                let read = self.read_compressed(unit, Path::new(OsStr::from_bytes(path)), *compression);
+            Work::Tar { path, compression, version } => {
+                let read = self.read_compressed(unit, Path::new(OsStr::from_bytes(path)), *compression, *version);
                 read.or_else(|error| self.skip_archive_or_fail(error)).map(|()| None)
             }
             Work::TarRange(range) => {
@@ -59,7 +59,9 @@ impl<S: Sink> Worker<S> {
         }
         let key = MemberKey { source: unit.source, offset: entry.number };
         let (kind, size) = match &entry.kind {
-            TreeKind::File(size) => (MemberKind::File { size: 0, blocks: Vec::new(), checksums: Vec::new() }, Some(*size)),
+            TreeKind::File(size) => {
+                (MemberKind::File { size: 0, place: Place::Tree, blocks: Vec::new(), checksums: Vec::new() }, Some(*size))
+            }
             TreeKind::Directory => (MemberKind::Directory, None),
             TreeKind::Symlink(target) => (MemberKind::Symlink(target.clone()), None),
             TreeKind::HardLink(target) => (MemberKind::HardLink(join(&unit.prefix, target)), None),

@@ -36,13 +36,17 @@ impl<S: Sink> Worker<S> {
         }
         let parts = size.div_ceil(BLOCK_SIZE_MAX);
         let unknown = StoredBlock { owner: NodeId(0), arrival: 0 };
-        member.kind = MemberKind::File { size, blocks: vec![unknown; parts as usize], checksums: Vec::new() };
+        if let MemberKind::File { size: bytes, blocks, .. } = &mut member.kind {
+            (*bytes, *blocks) = (size, vec![unknown; parts as usize]);
+        }
         let index = self.members.len();
         self.members_len += member.memory_len();
         self.members.push(member);
         for part in 0..parts as u32 {
             let block_len = (size - u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX);
-            let taken = if block_len <= BATCH_LEN_MAX as u64 {
+            let taken = if !self.is_to_be_stored(index, part) {
+                self.leave_out(index, part, block_len, data, read_error)
+            } else if block_len <= BATCH_LEN_MAX as u64 {
                 self.take_small_block(index, part, block_len as usize, data, read_error)
             } else {
                 self.take_large_block(index, part, block_len, data, read_error)
@@ -77,7 +81,9 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
-        let owner = self.owner(index, part)?;
+        let Some(owner) = self.owner(index, part)? else {
+            return self.leave_out(index, part, len as u64, data, read_error);
+        };
         let checksum = self.append(owner, (index, part), len, &mut |space| {
             data.read_exact(space).map_err(read_error)?;
             Ok(checksum(space))
@@ -95,7 +101,9 @@ impl<S: Sink> Worker<S> {
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let (owner, arrival) = loop {
-            let owner = self.owner(index, part)?;
+            let Some(owner) = self.owner(index, part)? else {
+                return self.leave_out(index, part, block_len, data, read_error);
+            };
             let rival = self.rival(index, part);
             let reserved = self.call_sink(|sink| sink.reserve(owner, block_len, rival));
             if let Some(arrival) = reserved? {
@@ -124,13 +132,16 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    fn owner(&self, index: usize, part: u32) -> Result<NodeId, StageInError> {
+    /// Returns the node that is to store a block; `None` if all nodes are full and the block can be left out.
+    fn owner(&self, index: usize, part: u32) -> Result<Option<NodeId>, StageInError> {
         let path = &self.members[index].path;
-        let owner = self.placement.owner(self.group(path), part, &self.full);
-        owner.ok_or_else(|| {
-            let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
-            StageInError::NoRoom { sample: display(path), size }
-        })
+        match self.placement.owner(self.group(path), part, &self.full) {
+            None if !self.may_be_left_out(index) => {
+                let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
+                Err(StageInError::NoRoom { sample: display(path), size })
+            }
+            owner => Ok(owner),
+        }
     }
 
     /// Returns what the owner compares to find path conflicts. Only a sample's first block carries
@@ -141,14 +152,14 @@ impl<S: Sink> Worker<S> {
 
     /// Returns the key by which a path is placed and shuffled; samples with equal keys stay
     /// together.
-    fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
+    pub(super) fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
         match self.selection.group {
             Grouping::None => path,
             Grouping::Stem => group(path),
         }
     }
 
-    fn set_block(&mut self, index: usize, part: u32, block: StoredBlock) {
+    pub(super) fn set_block(&mut self, index: usize, part: u32, block: StoredBlock) {
         if let Some(MemberKind::File { blocks, .. }) = self.members.get_mut(index).map(|member| &mut member.kind)
             && let Some(entry) = blocks.get_mut(part as usize)
         {
@@ -157,7 +168,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Adds the checksum of a member's next chunk.
-    fn add_checksum(&mut self, index: usize, checksum: u32) {
+    pub(super) fn add_checksum(&mut self, index: usize, checksum: u32) {
         if let Some(MemberKind::File { checksums, .. }) = self.members.get_mut(index).map(|member| &mut member.kind) {
             checksums.push(checksum);
             self.members_len += size_of::<u32>();
@@ -186,7 +197,7 @@ impl<S: Sink> Worker<S> {
         };
         let filled = fill(batch.space(len));
         if let Ok(checksum) = filled {
-            let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.seed ^ u64::from(part));
+            let shuffle = xxh3_64_with_seed(self.group(&self.members[index].path), self.shuffle_seed ^ u64::from(part));
             let rival = self.rival(index, part);
             batch.push((index, part), ShippedBlock { len: len as u32, checksum, shuffle, rival });
             self.set_block(index, part, StoredBlock { owner, arrival: 0 });
@@ -284,7 +295,10 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             for ((index, part), block, bytes) in batch.iter() {
-                let owner = self.owner(index, part)?;
+                let Some(owner) = self.owner(index, part)? else {
+                    self.mark_left_out(index, part);
+                    continue;
+                };
                 self.append(owner, (index, part), bytes.len(), &mut |space| {
                     space.copy_from_slice(bytes);
                     // This is the checksum that the bytes had when they were read. If they have

@@ -2,6 +2,7 @@
 //! if nodes are full, and however an archive is split.
 
 mod adversary;
+mod leaving_out;
 mod nested;
 mod strange;
 
@@ -12,8 +13,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::rc::Rc;
 
-use dayfly_meta::catalog::MemberKey;
 use dayfly_meta::catalog::member::read_member;
+use dayfly_meta::catalog::{MemberKey, NOT_STORED, Place, StoredBlock};
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::limits::{BATCH_LEN_MAX, BATCHES_PER_WORKER_MAX, BLOCK_SIZE_MAX, CHUNK_LEN};
 use dayfly_meta::path::display;
@@ -37,6 +38,8 @@ struct MemorySink {
     buffers: usize,
     /// Number of the next block.
     next_arrival: u32,
+    /// What the worker is told to store.
+    stored_share: Option<StoredShare>,
 }
 
 /// A buffer that counts as lent until it is dropped.
@@ -70,6 +73,7 @@ impl MemorySink {
             lent: Rc::default(),
             buffers: BATCHES_PER_WORKER_MAX,
             next_arrival: 0,
+            stored_share: None,
         }
     }
 
@@ -129,12 +133,12 @@ impl Sink for &mut MemorySink {
     }
 }
 
-fn placement(nodes: usize) -> Arc<Placement> {
+pub(crate) fn placement(nodes: usize) -> Arc<Placement> {
     let members: Vec<_> = (0..nodes as u16).map(|node| placement::Member { node: NodeId(node), capacity: 1 }).collect();
     Arc::new(Placement::new(1, &members))
 }
 
-fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
+pub(crate) fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageInError> {
     let patterns: Vec<Vec<u8>> = paths.iter().map(|path| path.as_os_str().as_bytes().to_vec()).collect();
     let request = PlanRequest { patterns: &patterns, selection, seed: 3, workers: 4 };
     plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())
@@ -142,9 +146,9 @@ fn planned(paths: &[&Path], selection: &Selection) -> Result<StageInPlan, StageI
 
 /// The result of a stage-in.
 #[derive(Default)]
-struct Staged {
+pub(crate) struct Staged {
     /// The accepted members, with their bytes.
-    members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
+    pub(crate) members: BTreeMap<MemberKey, (Member, Vec<u8>)>,
     counts: Counts,
     /// Number of rejected tickets.
     rejected: usize,
@@ -156,8 +160,9 @@ impl Staged {
     fn tree(&self) -> BTreeMap<String, (MemberKind, Vec<u8>)> {
         let entry = |(member, bytes): &(Member, Vec<u8>)| {
             let mut kind = member.kind.clone();
-            if let MemberKind::File { blocks, .. } = &mut kind {
+            if let MemberKind::File { blocks, place, .. } = &mut kind {
                 blocks.clear();
+                *place = Place::Tree;
             }
             (display(&member.path), (kind, bytes.clone()))
         };
@@ -167,7 +172,7 @@ impl Staged {
 
 /// Runs a plan as several workers with one unit each would. Among the finished units that are not
 /// recorded yet, `pick` chooses the next one to record.
-fn run(
+pub(crate) fn run(
     plan: StageInPlan,
     selection: &Selection,
     room: &[u64],
@@ -189,7 +194,8 @@ fn run_within(
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
     let decoders = DecoderLimits { threads: 2, ahead_len: 4 << 20 };
-    let config = WorkerConfig { placement: placement(room.len()), selection, seed: 1, decoders, suspect_paths: Arc::default() };
+    let (placement, suspect_paths, stored_share) = (placement(room.len()), Arc::default(), sink.stored_share);
+    let config = WorkerConfig { placement, selection, seed: 1, decoders, suspect_paths, stored_share };
     let monitor: Arc<ProgressMonitor> = Arc::default();
     let mut worker = Worker::new(&mut sink, runs, config, monitor.clone())?;
     let mut ledger = UnitLedger::new(plan.units, plan.split_tars);
@@ -219,13 +225,16 @@ fn run_within(
                 continue;
             }
             let mut bytes = Vec::new();
-            if let MemberKind::File { size, blocks, checksums } = &member.kind {
-                for block in blocks {
+            if let MemberKind::File { size, blocks, checksums, .. } = &member.kind {
+                let is_stored = |block: &&StoredBlock| block.arrival != NOT_STORED;
+                for block in blocks.iter().filter(is_stored) {
                     bytes.extend_from_slice(&sink.stored[&(block.owner, block.arrival)]);
                 }
-                assert_eq!(bytes.len() as u64, *size);
-                let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
-                assert_eq!(*checksums, expected, "{}", display(&member.path));
+                if blocks.iter().filter(is_stored).count() == blocks.len() {
+                    assert_eq!(bytes.len() as u64, *size);
+                    let expected: Vec<u32> = bytes.chunks(CHUNK_LEN as usize).map(checksum).collect();
+                    assert_eq!(*checksums, expected, "{}", display(&member.path));
+                }
             }
             assert!(staged.members.insert(member.key, (member, bytes)).is_none(), "every key occurs once");
         }

@@ -6,11 +6,11 @@ use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
-use dayfly_meta::catalog::{MemberKey, MemberKind};
+use dayfly_meta::catalog::{MemberKey, MemberKind, Place};
 use dayfly_meta::limits::SYMLINK_LEN_MAX;
 use dayfly_meta::wire::peer::{Unit, ZipPart};
 
-use super::archive::{Archive, FoundMember, Keys};
+use super::archive::{Archive, FoundMember, Keys, nested_place};
 use super::{Sink, Worker};
 use crate::StageInError;
 use crate::error::is_of_system;
@@ -100,7 +100,7 @@ impl<S: Sink> Worker<S> {
             Keys::Offset(_) => MemberKey { source: archive.source, offset: record.offset },
             Keys::Count { .. } => keys.key(archive, 0)?,
         };
-        let found = FoundMember { name: record.name.clone(), key, mode, mtime_s, mtime_ns };
+        let mut found = FoundMember { name: record.name.clone(), key, place: Place::Tree, mode, mtime_s, mtime_ns };
         match kind {
             ZipKind::Directory => return self.take_found(archive, found, MemberKind::Directory),
             ZipKind::Special => {
@@ -110,7 +110,12 @@ impl<S: Sink> Worker<S> {
             ZipKind::File | ZipKind::Symlink => {}
         }
         let name_source = |error: ZipError| error.into_stage_in_error(&archive.path);
-        data::seek(reader, record).map_err(name_source)?;
+        let data_offset = data::seek(reader, record).map_err(name_source)?;
+        let record_len = data_offset - record.local + record.stored_len;
+        found.place = match keys {
+            Keys::Offset(_) => Place::ZipRecord { offset: record.local, len: record_len },
+            Keys::Count { within, .. } => *within,
+        };
         let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
         let damaged = |error: io::Error| match is_of_system(&error) {
@@ -123,7 +128,8 @@ impl<S: Sink> Worker<S> {
             return self.take_found(archive, found, MemberKind::Symlink(target));
         }
         if let Some(inner) = self.nested(archive, &found.name) {
-            let mut inner_keys = Keys::Count { next: key.offset + 1, end: key.offset + NESTED_ZIP_KEYS };
+            let within = nested_place(found.place, record_len);
+            let mut inner_keys = Keys::Count { next: key.offset + 1, end: key.offset + NESTED_ZIP_KEYS, within };
             let keys = if matches!(keys, Keys::Offset(_)) { &mut inner_keys } else { keys };
             return self.take_nested(&inner, found, (size, 0), &mut data, keys);
         }

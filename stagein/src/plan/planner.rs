@@ -3,13 +3,16 @@
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::catalog::{Compression, Source, SourceKind};
+use dayfly_meta::catalog::{Compression, Source, SourceKind, Version};
 use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Work, ZipPart};
+
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, statfs};
 
 use super::activity::PlanActivity;
 use super::tar_ranges::{TarSplit, split};
@@ -19,7 +22,7 @@ use crate::StageInError;
 use crate::selection::Selector;
 use crate::source::directory::{WalkItem, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
-use crate::source::zip::{Part, ZipError, parts};
+use crate::source::zip::{Part, Record, ZipError, parts};
 use crate::source::{classify, without_archive_ending};
 
 /// Adds sources to a plan one by one.
@@ -46,6 +49,7 @@ impl<'a> Planner<'a> {
             known_names_len: 0,
             files_are_all_known: true,
             counts: Counts::default(),
+            sizes: super::UnpackedSizes::default(),
         };
         let selector = Selector::new(request.selection)?;
         let (selection, workers) = (request.selection, request.workers);
@@ -104,6 +108,7 @@ impl<'a> Planner<'a> {
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
         self.plan.source_bytes += metadata.len();
+        let (version, inode) = (version_of(metadata), inode_of(&path, metadata));
         if kind != SourceKind::File {
             self.plan.files_are_all_known = false;
             let prefix = match prefix {
@@ -113,12 +118,18 @@ impl<'a> Planner<'a> {
             };
             let name = path.as_os_str().as_bytes().to_vec();
             let (rivalry, ticket) = (self.rivalry, 0);
-            let source = self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression });
+            let source =
+                self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression, version, inode });
+            match compression {
+                Compression::None if kind == SourceKind::Zip => {}
+                Compression::None => self.plan.sizes.readable_bytes_max += metadata.len(),
+                _ => self.plan.sizes.untold_bytes += metadata.len(),
+            }
             return match (kind, compression) {
                 (SourceKind::Zip, _) => self.plan_zip(source, path, &prefix, metadata),
                 (_, Compression::None) => self.plan_plain_tar(source, path, &prefix, metadata),
                 _ => {
-                    let work = Work::Tar { path: name, compression };
+                    let work = Work::Tar { path: name, compression, version };
                     self.push_unit(Unit { source, ticket, prefix, rivalry, work }, metadata.len())
                 }
             };
@@ -129,9 +140,10 @@ impl<'a> Planner<'a> {
         }
         self.plan.known_files += 1;
         self.plan.known_bytes += metadata.len();
+        self.plan.sizes.readable_bytes_max += metadata.len();
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
-        let source = self.push_source(Source { path: root.clone(), prefix: name.clone(), kind, compression });
+        let source = self.push_source(Source { path: root.clone(), prefix: name.clone(), kind, compression, version, inode });
         let work = Work::Tree { root, entries: vec![single_file(metadata)] };
         self.push_unit(Unit { source, ticket: 0, prefix: name, rivalry: self.rivalry, work }, metadata.len())
     }
@@ -162,6 +174,10 @@ impl<'a> Planner<'a> {
         let file = File::open(&path).map_err(|error| StageInError::Read { path: path.clone(), error })?;
         let name = path.as_os_str().as_bytes().to_vec();
         let read = parts::<ZipPlanError>(&file, &mut |Part { records, offset, bytes }, shift| {
+            for record in Record::read_all(&records, offset, shift).map_err(ZipPlanError::Zip)? {
+                self.plan.sizes.zip_members += 1;
+                self.plan.sizes.readable_bytes_max = self.plan.sizes.readable_bytes_max.saturating_add(record.size);
+            }
             let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
             let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work };
             self.push_unit(unit, bytes).map_err(ZipPlanError::StageIn)
@@ -183,9 +199,15 @@ impl<'a> Planner<'a> {
             return Ok(());
         }
         let path = root.as_os_str().as_bytes().to_vec();
-        let source =
-            Source { path: path.clone(), prefix: prefix.clone(), kind: SourceKind::Directory, compression: Compression::None };
-        let source = self.push_source(source);
+        // Each file of a tree has times of its own, so the version of the root is not recorded.
+        let source = self.push_source(Source {
+            path: path.clone(),
+            prefix: prefix.clone(),
+            kind: SourceKind::Directory,
+            compression: Compression::None,
+            version: Version::default(),
+            inode: 0,
+        });
         let mut batch = TreeBatch::default();
         let selector = std::mem::replace(&mut self.selector, Selector::new(&Selection::default())?);
         let activity = self.activity;
@@ -216,6 +238,7 @@ impl<'a> Planner<'a> {
                         self.plan.known_files += 1;
                         self.plan.source_bytes += size;
                         self.plan.known_bytes += size;
+                        self.plan.sizes.readable_bytes_max += size;
                     }
                     self.plan.known_names_len += entry.path.len() as u64;
                     if batch.push(entry) {
@@ -247,6 +270,12 @@ fn prefix_of(path: &Path) -> Result<Vec<u8>, StageInError> {
     let name = name_of(path)?;
     let stem = without_archive_ending(&name).map(<[u8]>::to_vec);
     Ok(stem.unwrap_or_else(|| Path::new(OsStr::from_bytes(&name)).file_stem().unwrap_or_default().as_bytes().to_vec()))
+}
+
+/// Returns the inode for the catalog. On FUSE each node may number inodes in its own way, so 0 is returned there.
+fn inode_of(path: &Path, metadata: &fs::Metadata) -> u64 {
+    let is_fuse = statfs(path).is_ok_and(|answer| answer.filesystem_type() == FUSE_SUPER_MAGIC);
+    if is_fuse { 0 } else { metadata.ino() }
 }
 
 fn name_of(path: &Path) -> Result<Vec<u8>, StageInError> {

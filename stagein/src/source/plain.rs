@@ -11,8 +11,8 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use dayfly_meta::catalog::Version;
 use dayfly_meta::wire::control::Step;
-use dayfly_meta::wire::peer::Version;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use crate::progress::ProgressMonitor;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::{NODES_MAX, START_TIMEOUT, WORKERS_MAX};
+use dayfly_meta::limits::{NODES_MAX, PFS_STREAMS_MAX, START_TIMEOUT, WORKERS_MAX};
 
 use super::number;
 use super::stage_in::StageInOptions;
@@ -63,6 +63,10 @@ pub(crate) struct SessionArguments {
     /// its share of the cores, at most 16]
     #[arg(long, value_name = "N", value_parser = number::<u16>(1..=WORKERS_MAX as u64))]
     pub(crate) stage_in_workers: Option<u16>,
+    /// Number of reads that each server makes at the same time on the parallel file system, for
+    /// samples that are not stored. [default: 16]
+    #[arg(long, value_name = "N", value_parser = number::<u16>(1..=u64::from(PFS_STREAMS_MAX)))]
+    pub(crate) pfs_streams: Option<u16>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(1..=86400))]
     pub(crate) stage_in_timeout: Option<u64>,
@@ -117,6 +121,7 @@ impl SessionArguments {
             memory: self.memory,
             stage_in_memory: self.stage_in_memory,
             stage_in_workers: self.stage_in_workers,
+            pfs_streams: self.pfs_streams,
             stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
             prefix: self.prefix.as_bytes().to_vec(),
             transport: self.transport.into(),

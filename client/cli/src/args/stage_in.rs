@@ -81,6 +81,11 @@ pub(crate) struct StageInOptions {
     /// the parallel file system and the nodes.
     #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
     pub(crate) max_rate: Option<u64>,
+    /// Fail if not all samples fit on the nodes. Without this, a part of them is stored, and the
+    /// others are read from the sources whenever they are needed. Samples in compressed archives
+    /// must fit in any case.
+    #[arg(long)]
+    pub(crate) require_fit: bool,
     /// Write a page with plots to FILE: rates, balance, sizes, classes, and where the time went.
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,

@@ -137,6 +137,7 @@ pub(super) fn perform(
         seed: options.seed,
         replace: options.replace,
         max_rate: options.max_rate,
+        require_fit: options.require_fit,
     };
     let before = location.live_nodes();
     let mut failure = None;

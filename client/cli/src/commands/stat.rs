@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use dayfly_client::{FileKind, View, ViewError};
 use dayfly_launch::units::counted;
-use dayfly_meta::catalog::SourceKind;
-use dayfly_meta::id::BlockId;
+use dayfly_meta::catalog::{Catalog, Compression, Place};
+use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::path::{display, join};
 
 use super::ls::{mode_text, time_text};
@@ -54,22 +54,32 @@ fn show_sample(view: &View, path: &[u8]) -> Result<(), ViewError> {
     for block in catalog.sample(sample).map_or(0..0, |(_, blocks)| blocks).map(BlockId) {
         let (owner, len) = (catalog.owner(block), catalog.block(block).map_or(0, |(_, len)| len));
         let here = if file.dataset().is_here(block) { ", here" } else { "" };
+        let how = if catalog.is_stored(block) { "on" } else { "not stored, read from its origin by" };
         let checksum = catalog.checksum(block).unwrap_or(0);
         print_line!(
-            " Block: {} ({}, crc32c {checksum:08x}) on node {}{here}",
+            " Block: {} ({}, crc32c {checksum:08x}) {how} node {}{here}",
             block.0,
             counted(len, "byte"),
-            owner.map_or_else(String::new, |node| node.to_string())
+            owner.map_or_else(|| "?".to_owned(), |node| node.to_string())
         );
     }
-    if let Some(origin) = catalog.origin(sample) {
-        let source = display(&origin.source.path);
-        match origin.source.kind {
-            SourceKind::Zip => print_line!("Origin: {source}, record at byte {} of the central directory", origin.offset),
-            SourceKind::Tar => print_line!("Origin: {source}, at byte {} of the unpacked archive", origin.offset),
-            SourceKind::Directory => print_line!("Origin: directory {source}"),
-            SourceKind::File => print_line!("Origin: {source}"),
-        }
+    if let Some(origin) = origin_text(catalog, sample) {
+        print_line!("Origin: {origin}");
     }
     Ok(())
+}
+
+/// Says where a sample's bytes lie on the parallel file system.
+fn origin_text(catalog: &Catalog, sample: SampleId) -> Option<String> {
+    let origin = catalog.origin(sample)?;
+    let source = catalog.source(origin.source)?;
+    let unpacked = if source.compression == Compression::None { "" } else { " of the unpacked archive" };
+    let name = display(&source.path);
+    Some(match origin.place {
+        Place::Bytes { offset } => format!("{name}, at byte {offset}{unpacked}"),
+        Place::SparseTar { offset, .. } => format!("{name}, sparse member at byte {offset}{unpacked}"),
+        Place::ZipRecord { offset, .. } => format!("{name}, member at byte {offset}"),
+        Place::Nested { offset, .. } => format!("{name}, in the archive within it at byte {offset}{unpacked}"),
+        Place::Tree => display(&join(&source.path, &catalog.path_in_source(sample)?)),
+    })
 }

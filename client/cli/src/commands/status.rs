@@ -8,7 +8,9 @@ use dayfly_launch::units;
 use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
 use dayfly_meta::text::without_os_numbers;
-use dayfly_meta::wire::status::{Network, NodeEntry, NodeStatus, Reads, SOURCES, Source, Status as SessionStatus, total};
+use dayfly_meta::wire::status::{
+    Network, NodeEntry, NodeStatus, OriginStatus, Reads, SOURCES, Source, Status as SessionStatus, total,
+};
 use serde_json::{Value, json};
 
 use super::{policy, query};
@@ -119,6 +121,19 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         print_line!("{line}");
     }
     for NodeEntry { node, status, .. } in &status.nodes {
+        let Ok(NodeStatus { origins, left_out_bytes, .. }) = status else { continue };
+        if *left_out_bytes == 0 && *origins == OriginStatus::default() {
+            continue;
+        }
+        print_line!(
+            "node {node} owns {} that it does not store; it has read {} from the sources in {}, with {}",
+            show(*left_out_bytes),
+            counted(origins.reads),
+            units::counted(origins.operations, "operation"),
+            units::counted(origins.failures, "failure")
+        );
+    }
+    for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
         print_line!(
             "node {node} reaches its peers by {}: {}",
@@ -162,36 +177,41 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
     let all = all_held(status);
     let node = |entry: &NodeEntry| match &entry.status {
         Err(reason) => json!({ "node": entry.node.0, "address": entry.address, "error": reason }),
-        Ok(status) => json!({
-            "node": entry.node.0, "address": entry.address, "pid": status.pid,
-            "data_dirs": status.data_dirs.iter().map(|path| display(path)).collect::<Vec<_>>(),
-            "samples": status.samples, "blocks": status.blocks, "held_bytes": status.held_bytes,
-            "share_percent": share_percent(status, all),
-            "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
-            "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "cached_room_bytes": status.cached_room_bytes,
-            "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
-            "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
-            "stage_in_workers": status.stage_in_workers, "stage_in_memory_bytes": status.stage_in_memory_bytes,
-            "reads": by_source(&status.reads),
-            "remote_reads": status.remote.count, "remote_bytes": status.remote.bytes, "joined": status.joined,
-            "served_reads": status.served.count, "served_bytes": status.served.bytes,
-            "owners": status.owners.iter().map(|owner| json!({
-                "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "busy_us": owner.busy_us,
-            })).collect::<Vec<_>>(),
-            "wait_us": { "p50": status.wait_us[0], "p90": status.wait_us[1], "p99": status.wait_us[2] },
-            "asking": status.asking, "queued": status.queued, "queued_total": status.queued_total,
-            "prefetch": {
-                "orders": status.prefetch.orders, "depth_bytes": status.prefetch.depth_bytes,
-                "requests": status.prefetch.requests, "hits": status.prefetch.hits, "late": status.prefetch.late,
-                "wasted": status.prefetch.wasted,
-            },
-            "cached_blocks": status.cached.count, "cached_bytes": status.cached.bytes,
-            "local_percent": local_percent(status), "network": network_as_json(&status.network),
-            "predicted_local_percent": status.predicted_local_permille as f64 / 10.0,
-            "busiest_clients": status.busiest.iter().map(|client| json!({
-                "pid": client.pid, "reads": by_source(&client.reads),
-            })).collect::<Vec<_>>(),
-        }),
+        Ok(status) => {
+            let mut value = json!({
+                "node": entry.node.0, "address": entry.address, "pid": status.pid,
+                "data_dirs": status.data_dirs.iter().map(|path| display(path)).collect::<Vec<_>>(),
+                "samples": status.samples, "blocks": status.blocks, "held_bytes": status.held_bytes,
+                "share_percent": share_percent(status, all),
+                "used_bytes": status.used_bytes, "capacity_bytes": status.capacity_bytes,
+                "free_bytes": status.free_bytes, "taken_bytes": status.taken_bytes, "cached_room_bytes": status.cached_room_bytes,
+                "arena_bytes": status.arena_bytes, "arena_used_bytes": status.arena_used_bytes,
+                "leases": status.leases, "clients": status.clients, "memory_bytes": status.memory_bytes,
+                "stage_in_workers": status.stage_in_workers, "stage_in_memory_bytes": status.stage_in_memory_bytes,
+                "reads": by_source(&status.reads),
+                "remote_reads": status.remote.count, "remote_bytes": status.remote.bytes, "joined": status.joined,
+                "served_reads": status.served.count, "served_bytes": status.served.bytes,
+
+                "owners": status.owners.iter().map(|owner| json!({
+                    "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "busy_us": owner.busy_us,
+                })).collect::<Vec<_>>(),
+                "wait_us": { "p50": status.wait_us[0], "p90": status.wait_us[1], "p99": status.wait_us[2] },
+                "asking": status.asking, "queued": status.queued, "queued_total": status.queued_total,
+                "prefetch": {
+                    "orders": status.prefetch.orders, "depth_bytes": status.prefetch.depth_bytes,
+                    "requests": status.prefetch.requests, "hits": status.prefetch.hits, "late": status.prefetch.late,
+                    "wasted": status.prefetch.wasted,
+                },
+                "cached_blocks": status.cached.count, "cached_bytes": status.cached.bytes,
+                "local_percent": local_percent(status), "network": network_as_json(&status.network),
+                "predicted_local_percent": status.predicted_local_permille as f64 / 10.0,
+                "busiest_clients": status.busiest.iter().map(|client| json!({
+                    "pid": client.pid, "reads": by_source(&client.reads),
+                })).collect::<Vec<_>>(),
+            });
+            value["origins"] = origins(status);
+            value
+        }
     };
     let datasets = status.datasets.iter().map(|dataset| {
         json!({
@@ -212,6 +232,14 @@ fn network_as_json(network: &Network) -> Value {
         "posts": network.posts, "works": network.works, "completions": network.completions, "wake_ups": network.wake_ups,
         "written_bytes": network.written_bytes, "read_bytes": network.read_bytes, "queue_pairs": network.queue_pairs,
         "failed": network.failed, "registered_bytes": network.registered_bytes,
+    })
+}
+
+fn origins(status: &NodeStatus) -> Value {
+    let OriginStatus { reads, operations, failures } = status.origins;
+    json!({
+        "left_out_bytes": status.left_out_bytes, "reads": reads.count, "bytes": reads.bytes, "operations": operations,
+        "failures": failures,
     })
 }
 

@@ -14,6 +14,8 @@ pub enum ReadRequest {
         dataset: DatasetId,
         /// The chunks, in the order of the slots.
         chunks: Vec<Chunk>,
+        /// Whether the peer must first examine its copies, because one of them was bad.
+        recheck: bool,
     },
     /// Bytes of a sorted run, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
     Run {
@@ -34,13 +36,38 @@ pub enum ReadRequest {
     },
 }
 
+/// A chunk that a peer does not send.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub struct MissingChunk {
+    /// The chunk's position in the request.
+    pub index: u32,
+    /// Why it is missing.
+    pub why: WhyMissing,
+}
+
+/// Why a peer does not send a chunk.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhyMissing {
+    /// The peer does not own it.
+    NotOwned,
+    /// The peer is still reading it from its origin. Ask again.
+    Late,
+    /// The peer cannot read it.
+    Failed {
+        /// Index among the reply's reasons.
+        reason: u32,
+    },
+}
+
 /// The answer to a [`ReadRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum ReadReply {
     /// The chunks lie in their slots.
     Chunks {
-        /// Chunks that the peer does not hold, by position in the request.
-        missing: Vec<u32>,
+        /// Chunks that the peer does not send.
+        missing: Vec<MissingChunk>,
+        /// Why chunks cannot be read; each reason once.
+        reasons: Vec<String>,
     },
     /// The bytes lie in the slot.
     Bytes {

@@ -5,6 +5,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::Rival;
 use crate::id::{DatasetId, NodeId};
+use crate::stored_share::StoredShare;
 use crate::wire::control::{Counted, Selection};
 
 /// A request to a node's part of a stage-in.
@@ -26,6 +27,12 @@ pub enum NodeStageInRequest {
         /// Free bytes on each node, in the order of the nodes. They are the nodes' weights in the
         /// placement.
         capacities: Vec<u64>,
+        /// Which of the blocks that can be read again from their origins are stored; `None` if all blocks
+        /// must be stored.
+        stored_share: Option<StoredShare>,
+        /// An estimate of the number of files. If not all blocks fit, room for their catalog is reserved
+        /// at once.
+        expected_files: u64,
     },
     /// Reserve room for a large block that will arrive in pieces. Comes from a worker of any node. Reply:
     /// [`NodeStageInReply::Reserved`].

@@ -3,7 +3,7 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use super::Rivalry;
-use crate::catalog::Compression;
+use crate::catalog::{Compression, Version};
 use crate::wire::control::Counts;
 
 /// A piece of a source, for one worker.
@@ -30,6 +30,8 @@ pub enum Work {
         path: Vec<u8>,
         /// The compression of the source.
         compression: Compression,
+        /// The archive's version when the coordinator planned the stage-in.
+        version: Version,
     },
     /// The members of a plain tar whose headers begin in a range.
     TarRange(TarRange),
@@ -54,21 +56,6 @@ impl Work {
             Self::Tree { root, .. } => root,
         }
     }
-}
-
-/// Identifies the content of a file: a file with another version has changed since the stage-in was planned.
-#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Version {
-    /// Length in bytes.
-    pub size: u64,
-    /// Modification time, whole seconds.
-    pub mtime_s: i64,
-    /// Modification time, nanoseconds within the second.
-    pub mtime_ns: u32,
-    /// Time of the inode's last change, whole seconds. A program can set back the modification time, but not this one.
-    pub ctime_s: i64,
-    /// Time of the inode's last change, nanoseconds within the second.
-    pub ctime_ns: u32,
 }
 
 /// A range of a plain tar.

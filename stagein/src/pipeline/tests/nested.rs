@@ -147,12 +147,13 @@ fn with_keep_going_sources_that_are_archives_only_by_name_are_skipped() {
 /// SEMANTICS: "A source that has changed since it was listed causes an error that names it."
 #[test]
 fn an_archive_that_changed_is_an_error_that_names_it() {
-    for name in ["a.tar", "a.zip"] {
+    for name in ["a.tar", "a.tar.gz", "a.zip"] {
         for keep_going in [false, true] {
             let folder = tempfile::tempdir().unwrap();
             let at = |name: &str| folder.path().join(name);
             fs::write(at("x"), "x").unwrap();
             tool(folder.path(), "tar", &["-cf", "a.tar", "x"]);
+            tool(folder.path(), "gzip", &["-k", "a.tar"]);
             tool(folder.path(), "python3", &["-c", "import zipfile\nz = zipfile.ZipFile('a.zip', 'w')\nz.write('x')\nz.close()"]);
             let selection = Selection { keep_going, ..Selection::default() };
             let plan = planned(&[&at(name)], &selection).unwrap();

@@ -138,6 +138,15 @@ impl Reporter {
             self.target,
             size::show(plan.free_bytes)
         ));
+        if let Some((bytes, permille)) = plan.partial {
+            let share = permille as f64 / 10.0;
+            mention(format_args!(
+                "not all samples fit: about {share:.1} % of {} will be stored, so about {share:.1} % of all reads will find their \
+                 bytes on the nodes' drives; the other bytes stay in the sources, which must not change, and are read from there \
+                 (--require-fit makes this an error)",
+                size::show(bytes)
+            ));
+        }
         if io::stderr().is_terminal() {
             self.bars = Some(Bars::new(plan.source_bytes));
         }
@@ -182,6 +191,16 @@ impl Reporter {
             size::show(summary.catalog_bytes),
             balance
         ));
+        let left_out: u64 = summary.nodes.iter().map(|node| node.left_out_bytes).sum();
+        if left_out > 0 {
+            let stored = summary.bytes.saturating_sub(left_out);
+            mention(format_args!(
+                "{} ({:.1} %) are stored; {} were left out for lack of room and are read from their sources",
+                size::show(stored),
+                stored as f64 * 100.0 / summary.bytes.max(1) as f64,
+                size::show(left_out)
+            ));
+        }
         if summary.elapsed_ms >= BOTTLENECK_SHOWN_MS_MIN {
             let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
             match is_held_back {
@@ -228,6 +247,8 @@ impl Reporter {
                 "event": "planned", "sources": plan.sources, "source_bytes": plan.source_bytes,
                 "known_files": plan.known_files, "files_are_all_known": plan.files_are_all_known,
                 "least_bytes": plan.least_bytes, "catalog_bytes": plan.catalog_bytes, "free_bytes": plan.free_bytes,
+                "all_fits": plan.partial.is_none(), "expected_bytes": plan.partial.map(|(bytes, _)| bytes),
+                "expected_stored_permille": plan.partial.map_or(1000, |(_, permille)| permille),
             }),
             Event::Progress(progress) => json!({
                 "event": "progress", "phase": format!("{:?}", progress.phase).to_lowercase(),
@@ -242,11 +263,13 @@ impl Reporter {
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
                 "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
-                "redone_bytes": summary.redone_bytes, "bottleneck": summary.bottleneck().name(),
+                "redone_bytes": summary.redone_bytes,
+                "left_out_bytes": summary.nodes.iter().map(|node| node.left_out_bytes).sum::<u64>(), "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);
                     value["owned_samples"] = node.samples.into();
                     value["owned_bytes"] = node.bytes.into();
+                    value["left_out_bytes"] = node.left_out_bytes.into();
                     value
                 }).collect::<Vec<_>>(),
             }),

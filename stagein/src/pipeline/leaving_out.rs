@@ -1,0 +1,60 @@
+//! Leaves blocks out of a dataset that does not fit. Such a block is read for its checksum only. Whoever wants it later gets it
+//! from its origin, by way of its owner.
+
+use std::io::{self, Read};
+
+use dayfly_meta::catalog::{MemberKind, NOT_STORED, Place, StoredBlock};
+use dayfly_meta::checksum::checksum;
+use dayfly_meta::limits::CHUNK_LEN;
+use dayfly_meta::placement::NodeSet;
+
+use super::{Sink, Worker};
+use crate::StageInError;
+
+impl<S: Sink> Worker<S> {
+    /// Returns whether a block belongs to those that are stored as long as nodes have room.
+    pub(super) fn is_to_be_stored(&self, index: usize, part: u32) -> bool {
+        let Some(share) = self.stored_share.filter(|_| self.may_be_left_out(index)) else { return true };
+        share.selects(self.seed, self.group(&self.members[index].path), part)
+    }
+
+    /// Returns whether a member's blocks can be read again from their origin.
+    pub(super) fn may_be_left_out(&self, index: usize) -> bool {
+        let is_nested = |place: Place| matches!(place, Place::Nested { .. });
+        let is_readable = |kind: &MemberKind| matches!(kind, MemberKind::File { place, .. } if !is_nested(*place));
+        self.stored_share.is_some() && self.unit.is_readable_again && is_readable(&self.members[index].kind)
+    }
+
+    /// Reads a block for its checksums, and marks it as left out.
+    pub(super) fn leave_out(
+        &mut self,
+        index: usize,
+        part: u32,
+        block_len: u64,
+        data: &mut dyn Read,
+        read_error: &dyn Fn(io::Error) -> StageInError,
+    ) -> Result<(), StageInError> {
+        let mut left = block_len;
+        while left > 0 {
+            let len = left.min(CHUNK_LEN) as usize;
+            if self.unstored.len() < len {
+                self.unstored.resize(len, 0);
+            }
+            let space = &mut self.unstored[..len];
+            data.read_exact(space).map_err(read_error)?;
+            let checksum = checksum(space);
+            self.add_checksum(index, checksum);
+            left -= len as u64;
+        }
+        self.mark_left_out(index, part);
+        Ok(())
+    }
+
+    /// Marks a block as left out. Its owner is its first candidate, whether that node is full or not.
+    pub(super) fn mark_left_out(&mut self, index: usize, part: u32) {
+        let owner = self.placement.owner(self.group(&self.members[index].path), part, &NodeSet::new());
+        // A session has at least one node.
+        let Some(owner) = owner else { return };
+        self.set_block(index, part, StoredBlock { owner, arrival: NOT_STORED });
+    }
+}

@@ -1,0 +1,242 @@
+//! Datasets that are larger than the nodes' room: see "Datasets that do not fit" in `docs/SEMANTICS.md`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::path::Path;
+
+use dayfly_client::View;
+use harness::samples::{content, count, dataset, path, read_epoch};
+use harness::{Cluster, Ground, pack, wait_until};
+use serde_json::Value;
+
+harness::with_few_and_many_workers! {
+    a_dataset_that_does_not_fit_is_readable_as_a_whole_and_a_part_is_stored,
+    the_share_that_is_stored_is_told_before_and_after,
+    what_must_be_stored_and_does_not_fit_is_refused,
+    a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_others,
+    room_that_becomes_free_is_used_for_blocks_that_were_left_out,
+}
+
+/// Lengths of files, about 45 MiB in all: empty ones, small ones, and ones of several pieces and chunks.
+fn lens() -> Vec<usize> {
+    let large = [0, 1, 1 << 20, (1 << 20) + 1, (4 << 20) + 1, 9_000_000];
+    (0..1000).map(|number| number * 37 % 60_000).chain(large).collect()
+}
+
+fn make_files(folder: &Path, lens: &[usize]) {
+    fs::create_dir(folder).unwrap();
+    for (number, &len) in lens.iter().enumerate() {
+        fs::write(folder.join(number.to_string()), content(number, len)).unwrap();
+    }
+}
+
+/// Sums what all nodes say about origins.
+fn origins(cluster: &Cluster, name: &str) -> u64 {
+    let status = cluster.status();
+    status["nodes"].as_array().unwrap().iter().map(|node| count(&node["origins"][name])).sum()
+}
+
+fn read(view: &View, number: usize, len: usize) -> Result<Vec<u8>, String> {
+    let mut bytes = vec![0; len];
+    let file = view.open(&path(number)).map_err(|error| error.to_string())?;
+    view.read_at(&file, 0, &mut bytes).map(|_| bytes).map_err(|error| error.to_string())
+}
+
+fn assert_all_is_right(cluster: &Cluster, lens: &[usize]) {
+    for node in 0..2 {
+        let view = cluster.view(node);
+        for (number, &len) in lens.iter().enumerate() {
+            assert!(read(&view, number, len).unwrap() == content(number, len), "file {number} on node {node}");
+        }
+    }
+}
+
+/// SEMANTICS: "A dataset that is larger than the nodes' room is visible as a whole. A part of its blocks, chosen by hash, is stored.
+/// The others are *left out*: their owners read them from their sources whenever they are needed."
+/// SEMANTICS: "An owner reads a block once for all readers that want it at the same time, and keeps it in its arena for those that
+/// come soon after."
+fn a_dataset_that_does_not_fit_is_readable_as_a_whole_and_a_part_is_stored() {
+    let (ground, lens) = (Ground::new(), lens());
+    make_files(&ground.at("tree"), &lens);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
+    harness::tool(
+        "python3",
+        &[
+            "-c".as_ref(),
+            "import os, sys, zipfile
+tree, file = sys.argv[1:]
+with zipfile.ZipFile(file, 'w') as made:
+    for number, name in enumerate(sorted(os.listdir(tree))):
+        made.write(os.path.join(tree, name), name, zipfile.ZIP_DEFLATED if number % 2 else zipfile.ZIP_STORED)"
+                .as_ref(),
+            ground.at("tree").as_ref(),
+            ground.at("a.zip").as_ref(),
+        ],
+    );
+    // The arena is too small for what is left out, so that another epoch reads the sources again.
+    for source in ["tree", "a.tar", "a.zip"] {
+        let cluster = Ground::new().up_with(2, &["--capacity", "10MiB", "--memory", "32MiB"]);
+        cluster.stage(&[&ground.at(source)], "/dayfly/d");
+        let left_out = origins(&cluster, "left_out_bytes");
+        let all: u64 = lens.iter().map(|&len| len as u64).sum();
+        assert!((all / 3..all * 2 / 3).contains(&left_out), "{source}: {left_out} of {all} bytes are left out");
+        let before = (origins(&cluster, "bytes"), origins(&cluster, "operations"));
+        read_epoch(&cluster.view(1), 0);
+        let (bytes, operations) = (origins(&cluster, "bytes") - before.0, origins(&cluster, "operations") - before.1);
+        assert!(bytes <= left_out && bytes > left_out / 2, "{source}: {bytes} of {left_out}");
+        assert!(operations < lens.len() as u64, "{source}: {operations} operations");
+        assert_all_is_right(&cluster, &lens);
+        cluster.ok(&["verify", "--from-every-node"]);
+        assert_eq!(origins(&cluster, "failures"), 0);
+        cluster.down();
+    }
+}
+
+fn events(cluster: &Cluster, arguments: &[&str]) -> Vec<Value> {
+    let output = cluster.ok(&[&["stage-in", "--json"], arguments].concat());
+    output.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// SEMANTICS: "Before it reads, `stage-in` says what share of the bytes it will store, and so what share of reads will find their
+/// bytes on drives. Afterward it says what share it stored."
+fn the_share_that_is_stored_is_told_before_and_after() {
+    let (ground, lens) = (Ground::new(), vec![20_000; 2000]);
+    make_files(&ground.at("tree"), &lens);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    for source in ["tree", "a.tar"] {
+        let cluster = Ground::new().up_with(2, &["--capacity", "12MiB"]);
+        let events = events(&cluster, &[ground.at(source).to_str().unwrap(), "/dayfly/d"]);
+        let event = |name: &str| events.iter().find(|event| event["event"] == name).unwrap();
+        let (planned, done) = (event("planned"), event("staged-in"));
+        assert_eq!(planned["all_fits"], false);
+        let expected = count(&planned["expected_stored_permille"]);
+        let stored = 1000 - count(&done["left_out_bytes"]) * 1000 / count(&done["bytes"]);
+        assert!(expected.abs_diff(stored) < 60 && (450..700).contains(&stored), "{source}: {stored}, expected {expected}");
+        cluster.down();
+    }
+    let cluster = ground.up_with(2, &["--capacity", "12MiB"]);
+    let message = harness::text(&cluster.output(&["stage-in", "tree", "/dayfly/d"]).stderr);
+    assert!(message.contains("not all samples fit") && message.contains("--require-fit"), "{message}");
+    assert!(message.contains("were left out for lack of room"), "{message}");
+    cluster.down();
+}
+
+/// SEMANTICS: "With `--require-fit`, `stage-in` fails before it reads if not everything fits."
+/// SEMANTICS: "Samples in compressed tars, and in archives within archives, must fit. A stage-in that finds no room for them fails,
+/// and nothing of it is visible."
+fn what_must_be_stored_and_does_not_fit_is_refused() {
+    let (ground, lens) = (Ground::new(), vec![20_000; 2000]);
+    make_files(&ground.at("tree"), &lens);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    pack(&ground.at("a.tar.gz"), &ground.at("tree"), &[]);
+    fs::create_dir(ground.at("outer")).unwrap();
+    fs::copy(ground.at("a.tar.gz"), ground.at("outer/a.tar.gz")).unwrap();
+    pack(&ground.at("outer.tar"), &ground.at("outer"), &[]);
+    let cluster = ground.up_with(2, &["--capacity", "12MiB"]);
+    for source in ["tree", "a.tar"] {
+        let message = cluster.fails(1, &["stage-in", "--require-fit", source, "/dayfly/d"]);
+        for words in ["the sources take at least", "free (node 0: ", "without --require-fit", "--capacity"] {
+            assert!(message.contains(words), "{words}: {message}");
+        }
+    }
+    for arguments in [&["a.tar.gz"][..], &["--nested", "outer.tar"]] {
+        let message = cluster.fails(1, &[&["stage-in"], arguments, &["/dayfly/d"]].concat());
+        assert!(message.contains("--capacity") && message.contains("free (node 0: "), "{message}");
+    }
+    assert_eq!(cluster.ok(&["ls"]), "");
+    wait_until("the space is free again", || cluster.used_bytes() == 0);
+    // Both together: the compressed samples are stored, and the others as far as they fit.
+    let some: Vec<usize> = vec![20_000; 400];
+    make_files(&cluster.at("some"), &some);
+    pack(&cluster.at("some.tar.gz"), &cluster.at("some"), &[]);
+    cluster.ok(&["stage-in", "--prefix-by-source", "a.tar", "some.tar.gz", "/dayfly/both"]);
+    let view = cluster.view(1);
+    let both = view.dataset_of(b"/dayfly/both").unwrap();
+    let catalog = both.catalog();
+    let mut left_out = 0;
+    for sample in (0..catalog.header().samples).map(dayfly_meta::id::SampleId) {
+        let (_, blocks) = catalog.sample(sample).unwrap();
+        let is_stored = catalog.is_stored(dayfly_meta::id::BlockId(blocks.start));
+        let path = harness::text(&catalog.path(&catalog.entry_of(sample).unwrap()));
+        assert!(is_stored || !path.starts_with("some/"), "{path}");
+        left_out += usize::from(!is_stored);
+    }
+    assert!((800..=2000).contains(&left_out), "{left_out}");
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
+
+/// SEMANTICS: "A source must stay as it was while a dataset has blocks that were left out. If its size or times have changed, or it is
+/// gone, reads of those blocks fail with `EIO` and a message that names the source; they never return other bytes. All other
+/// samples can be read. Once the source is as it was, so can these."
+fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_others() {
+    let (ground, lens) = (Ground::new(), vec![20_000; 1000]);
+    make_files(&ground.at("tree"), &lens);
+    let cluster = ground.up_with(2, &["--capacity", "6MiB", "--memory", "32MiB"]);
+    cluster.ok(&["stage-in", "tree", "/dayfly/d"]);
+    let view = cluster.view(0);
+    let is_stored = |number: usize| {
+        let sample = view.open(&path(number)).unwrap().sample();
+        let (_, blocks) = dataset(&view).catalog().sample(sample).unwrap();
+        dataset(&view).catalog().is_stored(dayfly_meta::id::BlockId(blocks.start))
+    };
+    let left_out: Vec<usize> = (0..lens.len()).filter(|&number| !is_stored(number)).collect();
+    assert!((300..800).contains(&left_out.len()), "{}", left_out.len());
+    fs::rename(cluster.at("tree"), cluster.at("away")).unwrap();
+    for (number, &len) in lens.iter().enumerate() {
+        match read(&view, number, len) {
+            Ok(bytes) => assert!(bytes == content(number, len) && is_stored(number), "file {number}"),
+            Err(error) => {
+                assert!(!is_stored(number) && error.contains("does not exist anymore") && error.contains("tree"), "{error}");
+            }
+        }
+    }
+    fs::rename(cluster.at("away"), cluster.at("tree")).unwrap();
+    let (changed, replaced) = (left_out[0], left_out[1]);
+    fs::write(cluster.at(format!("tree/{changed}")), content(changed + 1, lens[changed])).unwrap();
+    let file = cluster.at(format!("tree/{replaced}"));
+    let time = fs::metadata(&file).unwrap().modified().unwrap();
+    fs::write(&file, content(replaced + 1, lens[replaced])).unwrap();
+    // Even the file's time is as before, so only the checksum shows the change.
+    fs::File::options().write(true).open(&file).unwrap().set_modified(time).unwrap();
+    for (number, &len) in lens.iter().enumerate() {
+        match read(&view, number, len) {
+            Ok(bytes) => assert!(bytes == content(number, len) && ![changed, replaced].contains(&number)),
+            Err(error) if number == changed => assert!(error.contains("it was modified"), "{error}"),
+            Err(error) => assert!(number == replaced && error.contains("other bytes"), "{number}: {error}"),
+        }
+    }
+    cluster.down();
+}
+
+/// SEMANTICS: "Room that becomes free later is used: blocks that were left out are stored when they are read, before blocks of other
+/// nodes are cached."
+fn room_that_becomes_free_is_used_for_blocks_that_were_left_out() {
+    let (ground, lens) = (Ground::new(), vec![100_000; 900]);
+    make_files(&ground.at("tree"), &lens);
+    make_files(&ground.at("other"), &vec![100_000; 700]);
+    make_files(&ground.at("few"), &[1, 2, 3]);
+    let cluster = ground.up_with(2, &["--capacity", "60MiB", "--memory", "32MiB"]);
+    cluster.ok(&["stage-in", "--require-fit", "other", "/dayfly/other"]);
+    cluster.ok(&["stage-in", "tree", "/dayfly/d"]);
+    let left_out = origins(&cluster, "left_out_bytes");
+    assert!(left_out > 20 << 20, "{left_out}");
+    let view = cluster.view(0);
+    let read_all = || {
+        let before = origins(&cluster, "bytes");
+        for (number, &len) in lens.iter().enumerate() {
+            assert!(read(&view, number, len).unwrap() == content(number, len), "file {number}");
+        }
+        origins(&cluster, "bytes") - before
+    };
+    assert!(read_all() > 0);
+    cluster.ok(&["stage-in", "--replace", "few", "/dayfly/other"]);
+    let cached = || cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["cached_bytes"])).sum::<u64>();
+    // What the arenas still have need not be stored.
+    wait_until("the blocks that were left out are stored", || read_all() == 0 && cached() >= left_out / 2);
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}
