@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 use dayfly_client::{FileKind, View};
 use harness::twin::twin;
-use harness::{Ground, tool};
+use harness::{Cluster, Ground, pack, tool};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use nix::unistd::{AccessFlags, Whence};
@@ -211,18 +211,31 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
     !at.starts_with(folder)
 }
 
+/// Returns the bytes of all blocks that no node stores.
+fn left_out(cluster: &Cluster) -> u64 {
+    let status = cluster.status();
+    status["nodes"].as_array().unwrap().iter().map(|node| node["origins"]["left_out_bytes"].as_u64().unwrap()).sum()
+}
+
 /// SEMANTICS: "Paths, symlinks, `.` and `..`, trailing slashes and error codes behave as in a directory
 /// on Linux."
 #[test]
 fn random_operations_agree_with_a_plain_directory() {
-    for seed in 0..3 {
+    let small: &[&str] = &["--capacity", "1500KiB"];
+    for (seed, options, is_tar) in
+        [(0, &["--verify-reads"][..], false), (1, &[], true), (2, &[], false), (3, small, false), (4, small, true)]
+    {
         let mut random = StdRng::seed_from_u64(seed);
         let ground = Ground::new();
         let folder = ground.at("tree");
         make_tree(&folder, &mut random);
         let folder = fs::canonicalize(folder).unwrap();
-        let cluster = ground.up_with(3, if seed == 0 { &["--verify-reads"] } else { &[] });
-        cluster.stage(&[&folder], "/dayfly/data/tree");
+        let archive = ground.at("tree.tar");
+        pack(&archive, &folder, &["--format=posix"]);
+        let cluster = ground.up_with(3, options);
+        cluster.stage(&[if is_tar { &archive } else { &folder }], "/dayfly/data/tree");
+        // In a session with little room, a part of the blocks is left out.
+        assert_eq!(left_out(&cluster) > 1 << 20, options == small, "{}", left_out(&cluster));
         let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
         let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
         let prefix = folder.as_os_str().as_bytes();

@@ -84,7 +84,13 @@ with zipfile.ZipFile(file, 'w') as made:
         let all: u64 = lens.iter().map(|&len| len as u64).sum();
         assert!((all / 3..all * 2 / 3).contains(&left_out), "{source}: {left_out} of {all} bytes are left out");
         let before = (origins(&cluster, "bytes"), origins(&cluster, "operations"));
-        read_epoch(&cluster.view(1), 0);
+        // Both nodes want the same blocks at the same time.
+        std::thread::scope(|scope| {
+            for node in 0..2 {
+                let view = cluster.view(node);
+                scope.spawn(move || read_epoch(&view, 0));
+            }
+        });
         let (bytes, operations) = (origins(&cluster, "bytes") - before.0, origins(&cluster, "operations") - before.1);
         assert!(bytes <= left_out && bytes > left_out / 2, "{source}: {bytes} of {left_out}");
         assert!(operations < lens.len() as u64, "{source}: {operations} operations");
