@@ -38,7 +38,7 @@ row() { # NAME SAMPLES RATE DELAY_MS STREAMS BATCH OPTIONS_OF_MAKE...
         tar -C "$sets/$name" -cf "$sets/$name.tar" . && rm -rf "${sets:?}/$name"
     fi
     dayfly-bench pfs "$sets" "$work/mnt" --rate "$rate" --delay-ms "$delay" --counts "$work/counts" & pfs=$!
-    until mountpoint -q "$work/mnt"; do sleep 0.1; done
+    until mountpoint -q "$work/mnt"; do kill -0 "$pfs"; sleep 0.1; done
     all_fits=$(dayfly up --local 4 --memory 64MiB --data-dir "$sets")
     DAYFLY_SESSION=$all_fits dayfly stage-in --json "$work/mnt/$name.tar" /dayfly/set > "$work/all"
     DAYFLY_SESSION=$all_fits dayfly tune --cache off > /dev/null
