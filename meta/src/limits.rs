@@ -229,6 +229,9 @@ pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 pub const ORIGIN_PAUSE: Duration = Duration::from_millis(50);
 /// How many times longer each further wait is.
 pub const ORIGIN_PAUSE_GROWTH: u32 = 5;
+/// Bytes of the chunks that a node reads from origins for its peers while its arena has no room. Answers that are being sent and
+/// reads of several samples at once take copies.
+pub const WITHOUT_ARENA_LEN_MAX: u64 = 32 << 20;
 /// Descriptors of sources that a node keeps open for the next reads of samples from their sources.
 pub const ORIGIN_FILES_MAX: usize = 64;
 /// Bytes of a record that are read at once while its sample is unpacked.

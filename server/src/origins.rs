@@ -14,12 +14,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use dayfly_meta::catalog::Catalog;
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_FILES_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH};
 use dayfly_meta::wire::status::OriginStatus;
-use dayfly_stagein::origin::{OriginError, OriginReader, SamplePart, SourceFiles, WantedBytes, is_readable, neighbors};
+use dayfly_stagein::origin::{OriginError, OriginReader, SamplePart, SharedFiles, WantedBytes, is_readable, neighbors};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout_at};
 
@@ -56,23 +55,9 @@ type Group<B> = Vec<(usize, Chunk, B)>;
 /// What became of chunks, each with its index in the request.
 pub(crate) type ReadChunks<B> = Vec<(usize, Result<B, OriginFailure>)>;
 
-/// Reads parts of samples from their sources. Tests put a reader of faulty files in its place.
-trait Reader: Send + Sync {
-    fn read_many(&self, catalog: &Catalog, wanted: &mut [WantedBytes<'_>]) -> Vec<Result<(), OriginError>>;
-}
-
-impl<F: SourceFiles> Reader for OriginReader<F>
-where
-    F::File: 'static,
-{
-    fn read_many(&self, catalog: &Catalog, wanted: &mut [WantedBytes<'_>]) -> Vec<Result<(), OriginError>> {
-        Self::read_many(self, catalog, wanted)
-    }
-}
-
 /// Reads chunks from their origins.
 pub(crate) struct Origins {
-    reader: Arc<dyn Reader>,
+    reader: Arc<OriginReader<SharedFiles>>,
     streams: Arc<Semaphore>,
     blocking: Arc<dyn Blocking>,
     timeout: Duration,
@@ -82,14 +67,10 @@ pub(crate) struct Origins {
 }
 
 impl Origins {
-    /// At most `streams` reads are under way at a time, and each may take as long as `timeout`.
-    pub(crate) fn new(blocking: Arc<dyn Blocking>, streams: usize, timeout: Duration) -> Self {
-        Self::with_reader(Arc::new(OriginReader::new(ORIGIN_FILES_MAX)), blocking, streams, timeout)
-    }
-
-    fn with_reader(reader: Arc<dyn Reader>, blocking: Arc<dyn Blocking>, streams: usize, timeout: Duration) -> Self {
+    /// Reads sources through `files`. At most `streams` reads are under way at a time, and each may take as long as `timeout`.
+    pub(crate) fn new(files: SharedFiles, blocking: Arc<dyn Blocking>, streams: usize, timeout: Duration) -> Self {
         Self {
-            reader,
+            reader: Arc::new(OriginReader::with_files(files, ORIGIN_FILES_MAX)),
             streams: Arc::new(Semaphore::new(streams)),
             blocking,
             timeout,
@@ -181,7 +162,7 @@ impl Origins {
         self.operations.fetch_add(1, Ordering::Relaxed);
         let (reader, dataset) = (self.reader.clone(), dataset.clone());
         let reading = self.blocking.run(move || {
-            let results = read(&*reader, &dataset, &mut group);
+            let results = read(&reader, &dataset, &mut group);
             drop(permit);
             let with_result = |((index, chunk, buffer), result)| (index, chunk, buffer, result);
             group.into_iter().zip(results).map(with_result).collect()
@@ -225,7 +206,7 @@ fn part(dataset: &Dataset, chunk: Chunk) -> Option<SamplePart> {
     Some(SamplePart { sample, start: number * BLOCK_SIZE_MAX + chunk.start(), len: chunk.len_in(block_len)? })
 }
 
-fn read<B>(reader: &dyn Reader, dataset: &Dataset, group: &mut Group<B>) -> Vec<Result<(), OriginFailure>>
+fn read<B>(reader: &OriginReader<SharedFiles>, dataset: &Dataset, group: &mut Group<B>) -> Vec<Result<(), OriginFailure>>
 where
     B: DerefMut<Target = [u8]>,
 {

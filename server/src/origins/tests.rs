@@ -3,13 +3,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::collections::VecDeque;
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use dayfly_meta::catalog::{NOT_STORED, StoredBlock, Version};
 use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_stagein::origin::FileState;
+use dayfly_stagein::origin::{FileState, SourceFiles};
 use futures_util::future::join_all;
 use nix::errno::Errno;
 
@@ -40,9 +41,6 @@ struct FaultyFiles {
     under_way: Mutex<(usize, usize)>,
 }
 
-/// The decorator as the reader owns it.
-struct Shared(Arc<FaultyFiles>);
-
 impl FaultyFiles {
     fn set(&self, faults: &[Fault]) {
         *self.faults.lock().unwrap() = faults.iter().copied().collect();
@@ -58,36 +56,37 @@ impl FaultyFiles {
     }
 }
 
-impl SourceFiles for Shared {
-    type File = ();
+impl SourceFiles for FaultyFiles {
+    /// Stands for the source.
+    type File = File;
 
-    fn open(&self, _: &Path) -> io::Result<()> {
-        Ok(())
+    fn open(&self, _: &Path) -> io::Result<File> {
+        File::open("/dev/null")
     }
 
-    fn open_directory(&self, _: &Path) -> io::Result<()> {
-        Ok(())
+    fn open_directory(&self, _: &Path) -> io::Result<File> {
+        File::open("/dev/null")
     }
 
-    fn open_below(&self, (): &(), _: &Path) -> io::Result<()> {
-        Ok(())
+    fn open_below(&self, _: &File, _: &Path) -> io::Result<File> {
+        File::open("/dev/null")
     }
 
-    fn state(&self, (): &()) -> io::Result<FileState> {
-        let is_other = matches!(self.0.faults.lock().unwrap()[0], Fault::OtherTime);
+    fn state(&self, _: &File) -> io::Result<FileState> {
+        let is_other = matches!(self.faults.lock().unwrap()[0], Fault::OtherTime);
         let version = Version { size: 1 << 40, mtime_s: i64::from(is_other), ..Version::default() };
         Ok(FileState { version, inode: 0, is_file: true })
     }
 
-    fn read_at(&self, (): &(), buffer: &mut [u8], offset: u64) -> io::Result<usize> {
+    fn read_at(&self, _: &File, buffer: &mut [u8], offset: u64) -> io::Result<usize> {
         {
-            let mut under_way = self.0.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
             under_way.0 += 1;
             under_way.1 = under_way.1.max(under_way.0);
         }
         let len = buffer.len();
-        let from = &self.0.bytes[offset as usize..][..len];
-        let result = match self.0.next() {
+        let from = &self.bytes[offset as usize..][..len];
+        let result = match self.next() {
             Fault::Error(errno) => Err(errno.into()),
             Fault::Truncated => Ok(0),
             Fault::Short(most) => {
@@ -104,7 +103,7 @@ impl SourceFiles for Shared {
                 Ok(len)
             }
         };
-        self.0.under_way.lock().unwrap().0 -= 1;
+        self.under_way.lock().unwrap().0 -= 1;
         result
     }
 }
@@ -130,8 +129,7 @@ impl Fixture {
         let bytes = [vec![0; 512], contents.concat()].concat();
         let files = FaultyFiles { bytes, faults: Mutex::new([Fault::None].into()), under_way: Mutex::default() };
         let files = Arc::new(files);
-        let reader = OriginReader::with_files(Shared(files.clone()), 4);
-        let origins = Arc::new(Origins::with_reader(Arc::new(reader), Arc::new(Threads), streams, timeout));
+        let origins = Arc::new(Origins::new(files.clone(), Arc::new(Threads), streams, timeout));
         Self { origins, files, dataset, contents, _folder: folder }
     }
 
