@@ -9,6 +9,7 @@ use std::path::Path;
 
 use dayfly_client::View;
 use harness::samples::{content, count, dataset, path, read_epoch};
+use harness::strace::{self, Tracer};
 use harness::{Cluster, Ground, pack, wait_until};
 use serde_json::Value;
 
@@ -18,6 +19,7 @@ harness::with_few_and_many_workers! {
     what_must_be_stored_and_does_not_fit_is_refused,
     a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_others,
     room_that_becomes_free_is_used_for_blocks_that_were_left_out,
+    a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_out_and_only_so_long,
 }
 
 /// Lengths of files, about 45 MiB in all: empty ones, small ones, and ones of several pieces and chunks.
@@ -215,6 +217,51 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
             Err(error) => assert!(number == replaced && error.contains("other bytes"), "{number}: {error}"),
         }
     }
+    cluster.down();
+}
+
+fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_out_and_only_so_long() {
+    if !strace::is_possible() {
+        return;
+    }
+    let (ground, lens) = (Ground::new(), vec![20_000; 600]);
+    make_files(&ground.at("tree"), &lens);
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    let cluster = ground.up_with(2, &["--capacity", "4MiB", "--memory", "32MiB"]);
+    cluster.ok(&["stage-in", "a.tar", "/dayfly/d"]);
+    let views = [cluster.view(0), cluster.view(1)];
+    let is_stored = |number: &usize| {
+        let sample = views[0].open(&path(*number)).unwrap().sample();
+        let (_, blocks) = dataset(&views[0]).catalog().sample(sample).unwrap();
+        dataset(&views[0]).catalog().is_stored(dayfly_meta::id::BlockId(blocks.start))
+    };
+    let (stored, left_out): (Vec<usize>, Vec<usize>) = (0..lens.len()).partition(is_stored);
+    assert!(stored.len() > 100 && left_out.len() > 100, "{} are stored", stored.len());
+    let all_are_right = |numbers: &[usize], view: &View| {
+        for &number in numbers {
+            assert!(read(view, number, lens[number]).unwrap() == content(number, lens[number]), "file {number}");
+        }
+    };
+    // The files before the last ones have been read when the faults begin, and the last ones have not.
+    let (before, fresh) = left_out.split_at(left_out.len() - 20);
+    all_are_right(&before[..40], &views[0]);
+    let file = cluster.at("a.tar");
+    for errno in ["EIO", "ESTALE"] {
+        let fault = format!("error={errno}");
+        let inject = |pid: &i32| Tracer::inject_at(&file, *pid, &[("pread64", &fault)], cluster.work.path()).unwrap();
+        let mut tracers: Vec<Tracer> = cluster.pids().values().map(inject).collect();
+        let words = if errno == "EIO" { "Input/output error" } else { "Stale file handle" };
+        for (number, view) in fresh.iter().zip(views.iter().cycle()).take(6) {
+            let error = read(view, *number, lens[*number]).unwrap_err();
+            assert!(error.contains(words) && error.contains("a.tar"), "{error}");
+        }
+        views.iter().for_each(|view| all_are_right(&stored, view));
+        let injected: usize = tracers.iter_mut().map(Tracer::end).sum();
+        assert!(injected >= 6 * dayfly_meta::limits::ORIGIN_ATTEMPTS_MAX as usize, "{injected} reads failed");
+    }
+    assert_eq!(origins(&cluster, "failures"), 12);
+    views.iter().for_each(|view| all_are_right(&left_out, view));
+    cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }
 
