@@ -212,9 +212,9 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
 }
 
 /// Returns the bytes of all blocks that no node stores.
-fn left_out(cluster: &Cluster) -> u64 {
+fn unstored(cluster: &Cluster) -> u64 {
     let status = cluster.status();
-    status["nodes"].as_array().unwrap().iter().map(|node| node["origins"]["left_out_bytes"].as_u64().unwrap()).sum()
+    status["nodes"].as_array().unwrap().iter().map(|node| node["origins"]["unstored_bytes"].as_u64().unwrap()).sum()
 }
 
 /// SEMANTICS: "Paths, symlinks, `.` and `..`, trailing slashes and error codes behave as in a directory
@@ -234,8 +234,8 @@ fn random_operations_agree_with_a_plain_directory() {
         pack(&archive, &folder, &["--format=posix"]);
         let cluster = ground.up_with(3, options);
         cluster.stage(&[if is_tar { &archive } else { &folder }], "/dayfly/data/tree");
-        // In a session with little room, a part of the blocks is left out.
-        assert_eq!(left_out(&cluster) > 1 << 20, options == small, "{}", left_out(&cluster));
+        // In a session with little room, a part of the blocks is not stored.
+        assert_eq!(unstored(&cluster) > 1 << 20, options == small, "{}", unstored(&cluster));
         let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
         let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
         let prefix = folder.as_os_str().as_bytes();
@@ -396,7 +396,7 @@ fn random_calls_through_the_library_agree_with_a_plain_directory() {
     };
     let program = std::env::current_exe().unwrap();
     // No node of the second session has room for the large file.
-    for (seeds, options, left_out_min) in [(0..4_u64, &[][..], 0), (4..6, &["--capacity", "100KiB"], 250_000)] {
+    for (seeds, options, unstored_min) in [(0..4_u64, &[][..], 0), (4..6, &["--capacity", "100KiB"], 250_000)] {
         let (twin, expected) = twin_with(options, make, |ground, root| {
             let plainly = |seed| {
                 let mut command = std::process::Command::new(&program);
@@ -404,7 +404,7 @@ fn random_calls_through_the_library_agree_with_a_plain_directory() {
             };
             seeds.clone().map(plainly).collect::<Vec<_>>()
         });
-        assert!(left_out(&twin.cluster) >= left_out_min);
+        assert!(unstored(&twin.cluster) >= unstored_min);
         for (seed, expected) in seeds.zip(expected) {
             let found = run(twin.exec_command(seed as u16 % 2).arg(&program), &twin.cluster.at("trace"), &twin.root, seed);
             assert!(expected.lines().filter(|line| line.len() > 8).count() > CALLS / 3);

@@ -17,9 +17,9 @@ harness::with_few_and_many_workers! {
     a_dataset_that_does_not_fit_is_readable_as_a_whole_and_a_part_is_stored,
     the_share_that_is_stored_is_told_before_and_after,
     what_must_be_stored_and_does_not_fit_is_refused,
-    a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_others,
-    room_that_becomes_free_is_used_for_blocks_that_were_left_out,
-    a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_out_and_only_so_long,
+    a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others,
+    room_that_becomes_free_is_used_for_blocks_that_are_not_stored,
+    a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_stored_and_only_so_long,
 }
 
 /// Lengths of files, about 45 MiB in all: empty ones, small ones, and ones of several pieces and chunks.
@@ -57,7 +57,7 @@ fn assert_all_is_right(cluster: &Cluster, lens: &[usize]) {
 }
 
 /// SEMANTICS: "A dataset that is larger than the nodes' room is visible as a whole. A part of its blocks, chosen by hash, is stored.
-/// The others are *left out*: their owners read them from their sources whenever they are needed."
+/// The others are not stored: their owners read them from their sources whenever they are needed."
 /// SEMANTICS: "An owner reads a block once for all readers that want it at the same time, and keeps it in its arena for those that
 /// come soon after."
 fn a_dataset_that_does_not_fit_is_readable_as_a_whole_and_a_part_is_stored() {
@@ -78,13 +78,13 @@ with zipfile.ZipFile(file, 'w') as made:
             ground.at("a.zip").as_ref(),
         ],
     );
-    // The arena is too small for what is left out, so that another epoch reads the sources again.
+    // The arena is too small for what is not stored, so that another epoch reads the sources again.
     for source in ["tree", "a.tar", "a.zip"] {
         let cluster = Ground::new().up_with(2, &["--capacity", "10MiB", "--memory", "32MiB"]);
         cluster.stage(&[&ground.at(source)], "/dayfly/d");
-        let left_out = origins(&cluster, "left_out_bytes");
+        let unstored = origins(&cluster, "unstored_bytes");
         let all: u64 = lens.iter().map(|&len| len as u64).sum();
-        assert!((all / 3..all * 2 / 3).contains(&left_out), "{source}: {left_out} of {all} bytes are left out");
+        assert!((all / 3..all * 2 / 3).contains(&unstored), "{source}: {unstored} of {all} bytes are not stored");
         let before = (origins(&cluster, "bytes"), origins(&cluster, "operations"));
         // Both nodes want the same blocks at the same time.
         std::thread::scope(|scope| {
@@ -94,7 +94,7 @@ with zipfile.ZipFile(file, 'w') as made:
             }
         });
         let (bytes, operations) = (origins(&cluster, "bytes") - before.0, origins(&cluster, "operations") - before.1);
-        assert!(bytes <= left_out && bytes > left_out / 2, "{source}: {bytes} of {left_out}");
+        assert!(bytes <= unstored && bytes > unstored / 2, "{source}: {bytes} of {unstored}");
         assert!(operations < lens.len() as u64, "{source}: {operations} operations");
         assert_all_is_right(&cluster, &lens);
         cluster.ok(&["verify", "--from-every-node"]);
@@ -121,14 +121,14 @@ fn the_share_that_is_stored_is_told_before_and_after() {
         let (planned, done) = (event("planned"), event("staged-in"));
         assert_eq!(planned["all_fits"], false);
         let expected = count(&planned["expected_stored_permille"]);
-        let stored = 1000 - count(&done["left_out_bytes"]) * 1000 / count(&done["bytes"]);
+        let stored = 1000 - count(&done["unstored_bytes"]) * 1000 / count(&done["bytes"]);
         assert!(expected.abs_diff(stored) < 60 && (450..700).contains(&stored), "{source}: {stored}, expected {expected}");
         cluster.down();
     }
     let cluster = ground.up_with(2, &["--capacity", "12MiB"]);
     let message = harness::text(&cluster.output(&["stage-in", "tree", "/dayfly/d"]).stderr);
     assert!(message.contains("not all samples fit") && message.contains("--require-fit"), "{message}");
-    assert!(message.contains("were left out for lack of room"), "{message}");
+    assert!(message.contains("found no room"), "{message}");
     cluster.down();
 }
 
@@ -164,23 +164,23 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
     let view = cluster.view(1);
     let both = view.dataset_of(b"/dayfly/both").unwrap();
     let catalog = both.catalog();
-    let mut left_out = 0;
+    let mut unstored = 0;
     for sample in (0..catalog.header().samples).map(dayfly_meta::id::SampleId) {
         let (_, blocks) = catalog.sample(sample).unwrap();
         let is_stored = catalog.is_stored(dayfly_meta::id::BlockId(blocks.start));
         let path = harness::text(&catalog.path(&catalog.entry_of(sample).unwrap()));
         assert!(is_stored || !path.starts_with("some/"), "{path}");
-        left_out += usize::from(!is_stored);
+        unstored += usize::from(!is_stored);
     }
-    assert!((800..=2000).contains(&left_out), "{left_out}");
+    assert!((800..=2000).contains(&unstored), "{unstored}");
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }
 
-/// SEMANTICS: "A source must stay as it was while a dataset has blocks that were left out. If its size or times have changed, or it is
+/// SEMANTICS: "A source must stay as it was while a dataset has blocks that are not stored. If its size or times have changed, or it is
 /// gone, reads of those blocks fail with `EIO` and a message that names the source; they never return other bytes. All other
 /// samples can be read. Once the source is as it was, so can these."
-fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_others() {
+fn a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others() {
     let (ground, lens) = (Ground::new(), vec![20_000; 1000]);
     make_files(&ground.at("tree"), &lens);
     let cluster = ground.up_with(2, &["--capacity", "6MiB", "--memory", "32MiB"]);
@@ -191,8 +191,8 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
         let (_, blocks) = dataset(&view).catalog().sample(sample).unwrap();
         dataset(&view).catalog().is_stored(dayfly_meta::id::BlockId(blocks.start))
     };
-    let left_out: Vec<usize> = (0..lens.len()).filter(|&number| !is_stored(number)).collect();
-    assert!((300..800).contains(&left_out.len()), "{}", left_out.len());
+    let unstored: Vec<usize> = (0..lens.len()).filter(|&number| !is_stored(number)).collect();
+    assert!((300..800).contains(&unstored.len()), "{}", unstored.len());
     fs::rename(cluster.at("tree"), cluster.at("away")).unwrap();
     for (number, &len) in lens.iter().enumerate() {
         match read(&view, number, len) {
@@ -203,7 +203,7 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
         }
     }
     fs::rename(cluster.at("away"), cluster.at("tree")).unwrap();
-    let (changed, replaced) = (left_out[0], left_out[1]);
+    let (changed, replaced) = (unstored[0], unstored[1]);
     fs::write(cluster.at(format!("tree/{changed}")), content(changed + 1, lens[changed])).unwrap();
     let file = cluster.at(format!("tree/{replaced}"));
     let time = fs::metadata(&file).unwrap().modified().unwrap();
@@ -220,7 +220,7 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_left_out_and_of_no_
     cluster.down();
 }
 
-fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_out_and_only_so_long() {
+fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_stored_and_only_so_long() {
     if !strace::is_possible() {
         return;
     }
@@ -235,15 +235,15 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_ou
         let (_, blocks) = dataset(&views[0]).catalog().sample(sample).unwrap();
         dataset(&views[0]).catalog().is_stored(dayfly_meta::id::BlockId(blocks.start))
     };
-    let (stored, left_out): (Vec<usize>, Vec<usize>) = (0..lens.len()).partition(is_stored);
-    assert!(stored.len() > 100 && left_out.len() > 100, "{} are stored", stored.len());
+    let (stored, unstored): (Vec<usize>, Vec<usize>) = (0..lens.len()).partition(is_stored);
+    assert!(stored.len() > 100 && unstored.len() > 100, "{} are stored", stored.len());
     let all_are_right = |numbers: &[usize], view: &View| {
         for &number in numbers {
             assert!(read(view, number, lens[number]).unwrap() == content(number, lens[number]), "file {number}");
         }
     };
     // The files before the last ones have been read when the faults begin, and the last ones have not.
-    let (before, fresh) = left_out.split_at(left_out.len() - 20);
+    let (before, fresh) = unstored.split_at(unstored.len() - 20);
     all_are_right(&before[..40], &views[0]);
     let file = cluster.at("a.tar");
     for errno in ["EIO", "ESTALE"] {
@@ -260,14 +260,14 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_left_ou
         assert!(injected >= 6 * dayfly_meta::limits::ORIGIN_ATTEMPTS_MAX as usize, "{injected} reads failed");
     }
     assert_eq!(origins(&cluster, "failures"), 12);
-    views.iter().for_each(|view| all_are_right(&left_out, view));
+    views.iter().for_each(|view| all_are_right(&unstored, view));
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }
 
-/// SEMANTICS: "Room that becomes free later is used: blocks that were left out are stored when they are read, before blocks of other
+/// SEMANTICS: "Room that becomes free later is used: blocks that are not stored yet are stored when they are read, before blocks of other
 /// nodes are cached."
-fn room_that_becomes_free_is_used_for_blocks_that_were_left_out() {
+fn room_that_becomes_free_is_used_for_blocks_that_are_not_stored() {
     let (ground, lens) = (Ground::new(), vec![100_000; 900]);
     make_files(&ground.at("tree"), &lens);
     make_files(&ground.at("other"), &vec![100_000; 700]);
@@ -275,8 +275,8 @@ fn room_that_becomes_free_is_used_for_blocks_that_were_left_out() {
     let cluster = ground.up_with(2, &["--capacity", "60MiB", "--memory", "32MiB"]);
     cluster.ok(&["stage-in", "--require-fit", "other", "/dayfly/other"]);
     cluster.ok(&["stage-in", "tree", "/dayfly/d"]);
-    let left_out = origins(&cluster, "left_out_bytes");
-    assert!(left_out > 20 << 20, "{left_out}");
+    let unstored = origins(&cluster, "unstored_bytes");
+    assert!(unstored > 20 << 20, "{unstored}");
     let view = cluster.view(0);
     let read_all = || {
         let before = origins(&cluster, "bytes");
@@ -289,7 +289,7 @@ fn room_that_becomes_free_is_used_for_blocks_that_were_left_out() {
     cluster.ok(&["stage-in", "--replace", "few", "/dayfly/other"]);
     let cached = || cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["cached_bytes"])).sum::<u64>();
     // What the arenas still have need not be stored.
-    wait_until("the blocks that were left out are stored", || read_all() == 0 && cached() >= left_out / 2);
+    wait_until("the blocks that are not stored are stored", || read_all() == 0 && cached() >= unstored / 2);
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }

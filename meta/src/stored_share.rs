@@ -1,5 +1,5 @@
 //! Which blocks of a dataset are stored if the nodes have no room for all of it. Hashes choose them, so the choice is the same on
-//! every node and in every epoch, and the blocks that are left out are spread evenly over nodes and directories.
+//! every node and in every epoch, and the blocks that are not stored are spread evenly over nodes and directories.
 
 use rkyv::{Archive, Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_64_with_seed;

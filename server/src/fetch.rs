@@ -310,7 +310,7 @@ impl Fetcher {
                     }
                     Received::Late(slot) => {
                         let timeout = self.peers.deadlines().origin;
-                        let late = OriginFailure::Late { seconds: timeout.as_secs() };
+                        let late = OriginFailure::late(&dataset, chunks[number], timeout);
                         outcomes[number] = Err(read_error(&dataset, chunks[number], late.into()));
                         if last_progress.elapsed() < timeout {
                             remaining.push(number);

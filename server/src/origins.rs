@@ -17,6 +17,7 @@ use std::time::Duration;
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_FILES_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH};
+use dayfly_meta::path::display;
 use dayfly_meta::wire::status::OriginStatus;
 use dayfly_stagein::origin::{OriginError, OriginReader, SamplePart, SharedFiles, WantedBytes, is_readable, neighbors};
 use tokio::sync::Semaphore;
@@ -32,11 +33,12 @@ pub(crate) enum OriginFailure {
     #[error(transparent)]
     Source(Arc<OriginError>),
     #[error(
-        "its origin has other bytes than those that were staged in ({0}), although its size and times are the same; stage the dataset in again"
+        "'{path}' has other bytes than those that were staged in ({mismatch}), although its size and times are the same; stage the \
+         dataset in again"
     )]
-    Damaged(Mismatch),
-    #[error("its origin on the parallel file system did not answer within {seconds} s; check the file system and try again")]
-    Late { seconds: u64 },
+    Damaged { path: String, mismatch: Mismatch },
+    #[error("'{path}' did not answer within {seconds} s; check the file system that it lies on, and try again")]
+    Late { path: String, seconds: u64 },
     #[error(transparent)]
     Job(#[from] JobLost),
     #[error("the catalog does not say where it came from")]
@@ -44,6 +46,11 @@ pub(crate) enum OriginFailure {
 }
 
 impl OriginFailure {
+    /// Returns the failure of a chunk whose source did not answer in time.
+    pub(crate) fn late(dataset: &Dataset, chunk: Chunk, timeout: Duration) -> Self {
+        Self::Late { path: source_path(dataset, chunk), seconds: timeout.as_secs() }
+    }
+
     /// Returns whether the file system may succeed a moment later.
     fn is_transient(&self) -> bool {
         matches!(self, Self::Source(error) if matches!(**error, OriginError::Io { .. } | OriginError::ShortRead { .. }))
@@ -118,11 +125,13 @@ impl Origins {
         for attempts_left in (0..ORIGIN_ATTEMPTS_MAX).rev() {
             let indexes: Vec<(usize, Chunk)> = group.iter().map(|(index, chunk, _)| (*index, *chunk)).collect();
             let attempt = timeout_at(deadline, self.attempt(&dataset, std::mem::take(&mut group))).await;
-            let late = || OriginFailure::Late { seconds: self.timeout.as_secs() };
             let read = match attempt {
                 Ok(Ok(read)) => read,
-                Ok(Err(lost)) => return self.fail_all(&dataset, done, indexes, &lost.into()),
-                Err(_) => return self.fail_all(&dataset, done, indexes, &late()),
+                Ok(Err(lost)) => return self.fail_all(&dataset, done, indexes, |_| lost.clone().into()),
+                Err(_) => {
+                    let late = |chunk| OriginFailure::late(&dataset, chunk, self.timeout);
+                    return self.fail_all(&dataset, done, indexes, late);
+                }
             };
             for (index, chunk, buffer, result) in read {
                 match result {
@@ -175,11 +184,12 @@ impl Origins {
         dataset: &Dataset,
         mut done: ReadChunks<B>,
         chunks: Vec<(usize, Chunk)>,
-        error: &OriginFailure,
+        failure: impl Fn(Chunk) -> OriginFailure,
     ) -> ReadChunks<B> {
         for (index, chunk) in chunks {
-            self.note_failure(dataset, chunk, error);
-            done.push((index, Err(error.clone())));
+            let error = failure(chunk);
+            self.note_failure(dataset, chunk, &error);
+            done.push((index, Err(error)));
         }
         done
     }
@@ -206,6 +216,14 @@ fn part(dataset: &Dataset, chunk: Chunk) -> Option<SamplePart> {
     Some(SamplePart { sample, start: number * BLOCK_SIZE_MAX + chunk.start(), len: chunk.len_in(block_len)? })
 }
 
+/// Returns the path of a chunk's source, for messages.
+fn source_path(dataset: &Dataset, chunk: Chunk) -> String {
+    let catalog = dataset.catalog();
+    let origin = catalog.block(chunk.block).and_then(|(sample, _)| catalog.origin(sample));
+    let source = origin.and_then(|origin| catalog.source(origin.source));
+    source.map_or_else(|| "its source".to_owned(), |source| display(&source.path))
+}
+
 fn read<B>(reader: &OriginReader<SharedFiles>, dataset: &Dataset, group: &mut Group<B>) -> Vec<Result<(), OriginFailure>>
 where
     B: DerefMut<Target = [u8]>,
@@ -219,7 +237,7 @@ where
     let verify = |(result, (_, chunk, buffer)): (Result<(), OriginError>, &(usize, Chunk, B))| {
         result.map_err(|error| OriginFailure::Source(Arc::new(error)))?;
         let expected = dataset.catalog().chunk_checksum(*chunk).ok_or(OriginFailure::Unknown)?;
-        check(buffer, expected).map_err(OriginFailure::Damaged)
+        check(buffer, expected).map_err(|mismatch| OriginFailure::Damaged { path: source_path(dataset, *chunk), mismatch })
     };
     results.into_iter().zip(group.iter()).map(verify).collect()
 }

@@ -5,7 +5,7 @@ use dayfly_meta::stored_share::StoredShare;
 
 use super::CoordinatorError;
 
-/// A worker that finds a node full leaves blocks out, so slightly more blocks than should fit are chosen. Otherwise an estimate
+/// Blocks that find all nodes full are not stored, so slightly more blocks than should fit are chosen. Otherwise an estimate
 /// that is a little too high would leave room unused. In thousandths.
 const CHOSEN_PERMILLE: u64 = 1020;
 /// Bytes that a file takes on each node in the catalog.

@@ -1,4 +1,4 @@
-//! Blocks that this node owns, but has on no drive: they were left out of a stage-in, or their copies were bad.
+//! Blocks that this node owns, but has on no drive: a stage-in found no room for them, or their copies were bad.
 
 use std::sync::{Arc, PoisonError};
 

@@ -45,7 +45,7 @@ impl<S: Sink> Worker<S> {
         for part in 0..parts as u32 {
             let block_len = (size - u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX);
             let taken = if !self.is_to_be_stored(index, part) {
-                self.leave_out(index, part, block_len, data, read_error)
+                self.read_unstored(index, part, block_len, data, read_error)
             } else if block_len <= BATCH_LEN_MAX as u64 {
                 self.take_small_block(index, part, block_len as usize, data, read_error)
             } else {
@@ -82,7 +82,7 @@ impl<S: Sink> Worker<S> {
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
         let Some(owner) = self.owner(index, part)? else {
-            return self.leave_out(index, part, len as u64, data, read_error);
+            return self.read_unstored(index, part, len as u64, data, read_error);
         };
         let checksum = self.append(owner, (index, part), len, &mut |space| {
             data.read_exact(space).map_err(read_error)?;
@@ -102,7 +102,7 @@ impl<S: Sink> Worker<S> {
     ) -> Result<(), StageInError> {
         let (owner, arrival) = loop {
             let Some(owner) = self.owner(index, part)? else {
-                return self.leave_out(index, part, block_len, data, read_error);
+                return self.read_unstored(index, part, block_len, data, read_error);
             };
             let rival = self.rival(index, part);
             let reserved = self.call_sink(|sink| sink.reserve(owner, block_len, rival));
@@ -132,11 +132,11 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Returns the node that is to store a block; `None` if all nodes are full and the block can be left out.
+    /// Returns the node that is to store a block; `None` if all nodes are full and the block can be read again.
     fn owner(&self, index: usize, part: u32) -> Result<Option<NodeId>, StageInError> {
         let path = &self.members[index].path;
         match self.placement.owner(self.group(path), part, &self.full) {
-            None if !self.may_be_left_out(index) => {
+            None if !self.can_be_read_again(index) => {
                 let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
                 Err(StageInError::NoRoom { sample: display(path), size })
             }
@@ -296,7 +296,7 @@ impl<S: Sink> Worker<S> {
             }
             for ((index, part), block, bytes) in batch.iter() {
                 let Some(owner) = self.owner(index, part)? else {
-                    self.mark_left_out(index, part);
+                    self.mark_unstored(index, part);
                     continue;
                 };
                 self.append(owner, (index, part), bytes.len(), &mut |space| {

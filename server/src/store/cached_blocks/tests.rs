@@ -189,18 +189,18 @@ fn the_threshold_falls_with_every_step_and_reaches_zero() {
 }
 
 #[test]
-fn blocks_that_were_left_out_are_cached_before_those_of_other_nodes() {
+fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
     let folder = tempfile::tempdir().unwrap();
     let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
     let contents: Vec<Vec<u8>> = (0..400).map(|number| content(BlockId(number), 1000)).collect();
-    // A quarter of the blocks is this node's, and was left out.
+    // A quarter of the blocks is this node's, and is not stored.
     let is_mine = |number: u32| number.is_multiple_of(4);
     let block = |number| match is_mine(number) {
         true => StoredBlock { owner: NodeId(0), arrival: NOT_STORED },
         false => StoredBlock { owner: NodeId(1), arrival: number },
     };
     let dataset = dataset(&drives, &contents, block);
-    assert_eq!((dataset.owned().left_out_bytes, dataset.owned().bytes, dataset.remote_bytes()), (100_000, 0, 400_000));
+    assert_eq!((dataset.owned().unstored_bytes, dataset.owned().bytes, dataset.remote_bytes()), (100_000, 0, 400_000));
     for (room, mine, others) in
         [(0, 0, 0), (50_000, 50, 0), (100_000, 98, 0), (102_000, 100, 0), (250_000, 100, 147), (1 << 40, 100, 300)]
     {
