@@ -162,6 +162,18 @@ pub const CATALOGS_SHARE: u64 = 64;
 pub const CATALOGS_LEN_MIN: u64 = 1 << 20;
 /// Upper bound on this part in bytes; see [`CATALOGS_SHARE`].
 pub const CATALOGS_LEN_MAX: u64 = 64 << 20;
+/// Returns the bytes that such blocks leave free on a drive, or on all drives of a node, of this capacity.
+pub const fn left_for_catalogs(capacity: u64) -> u64 {
+    let least = if capacity / 16 < CATALOGS_LEN_MIN { capacity / 16 } else { CATALOGS_LEN_MIN };
+    let share = capacity / CATALOGS_SHARE;
+    if share < least {
+        least
+    } else if share > CATALOGS_LEN_MAX {
+        CATALOGS_LEN_MAX
+    } else {
+        share
+    }
+}
 /// Upper bound on the headroom in bytes; see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the

@@ -1,6 +1,6 @@
 //! Decides, before anything is read, what share of the samples is stored.
 
-use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
+use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, left_for_catalogs};
 use dayfly_meta::stored_share::StoredShare;
 
 use super::CoordinatorError;
@@ -84,6 +84,9 @@ impl Fit {
         let share = if amounts.surely_fit(free) { StoredShare::ALL } else { StoredShare::NEARLY_ALL };
         let all = Self { stored_share: (!is_required).then_some(share), expected_files: files, partial: None };
         let must_be_stored = amounts.must_be_stored();
+        // Blocks that need not be stored leave some room to the catalogs of later datasets.
+        let left = free.iter().map(|&free| left_for_catalogs(free)).sum::<u64>().saturating_sub(catalogs);
+        let room = if is_required { room } else { room.saturating_sub(left) };
         let room_for_readable = room.saturating_sub(must_be_stored);
         if is_required || readable_bytes <= room_for_readable {
             return Ok(all);
@@ -119,12 +122,13 @@ mod tests {
             assert!(is_all || expected.is_some(), "{amounts:?}");
         };
         check((0, 0, 0), None);
-        check((1000, 0, 0), None);
-        check((1001, 0, 0), Some(999));
-        check((2000, 0, 0), Some(500));
-        check((1000, 1000, 0), Some(500));
-        check((600, 500, 0), Some(909));
-        check((1000, 0, 10), Some(961));
+        // About 16 MiB are left for catalogs.
+        check((984, 0, 0), None);
+        check((1001, 0, 0), Some(983));
+        check((2000, 0, 0), Some(492));
+        check((1000, 1000, 0), Some(492));
+        check((600, 500, 0), Some(894));
+        check((1000, 0, 10), Some(946));
         // If only compressed sources are left, whether they fit shows when they are read.
         check((0, 1000, 0), None);
         check((0, 0, 5000), None);

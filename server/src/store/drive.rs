@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dayfly_meta::limits::{CATALOGS_LEN_MAX, CATALOGS_LEN_MIN, CATALOGS_SHARE, DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE};
+use dayfly_meta::limits::{DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE, left_for_catalogs};
 use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
@@ -162,8 +162,7 @@ impl Drive {
 
     /// Returns the part of the capacity that blocks must leave free now, for catalogs.
     pub(super) fn left_for_catalogs(&self) -> u64 {
-        let least = CATALOGS_LEN_MIN.min(self.share / 16);
-        if self.protected_headroom() == 0 { 0 } else { (self.share / CATALOGS_SHARE).clamp(least, CATALOGS_LEN_MAX) }
+        if self.protected_headroom() == 0 { 0 } else { left_for_catalogs(self.share) }
     }
 
     fn headroom(&self) -> u64 {

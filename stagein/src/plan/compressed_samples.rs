@@ -133,14 +133,15 @@ fn sum_of_xz_index(index: &[u8]) -> Option<u64> {
     Some(total)
 }
 
-/// A gzip stream ends with its size, but only with the lower 32 bits. A size that is smaller than the file has probably lost some.
+/// A gzip stream ends with its size, but only with the lower 32 bits. A size that is smaller than the file has probably lost some:
+/// deflate adds little to bytes that it cannot compress.
 fn gzip_size(file: &File, len: u64) -> io::Result<Option<u64>> {
     let mut end = [0; 4];
     let Some(at) = len.checked_sub(4) else { return Ok(None) };
     file.read_exact_at(&mut end, at)?;
     let size = u64::from(u32::from_le_bytes(end));
     // Deflate unpacks to at most 1,032 times the length.
-    Ok((size >= len && size <= len.saturating_mul(1032)).then_some(size))
+    Ok((size + size / 64 + 1024 >= len && size <= len.saturating_mul(1032)).then_some(size))
 }
 
 /// Decodes the beginning. Returns the bytes of selected samples that begin there, and the bytes that all members there take.
