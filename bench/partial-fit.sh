@@ -10,7 +10,7 @@
 # With s the share that is stored, no reader can be faster than min(p / (1 - s), l / s): both parts take their time, at best at once.
 # The goal is 0.9 of that. What is read from the parallel file system is counted by the file system itself (direct I/O, so each
 # read call counts), and compared with the servers' own counters. Caches: the tar is in the page cache below the file system, whose
-# rate and delay are then what they are set to; nothing that was left out can be in an arena from an earlier epoch, but for the
+# rate and delay are then what they are set to; nothing that is not stored can be in an arena from an earlier epoch, but for the
 # arenas' size, which is a small part of the dataset.
 set -euo pipefail
 epochs=${1:-5}
@@ -38,7 +38,7 @@ row() { # NAME SAMPLES RATE DELAY_MS STREAMS BATCH OPTIONS_OF_MAKE...
         tar -C "$sets/$name" -cf "$sets/$name.tar" . && rm -rf "${sets:?}/$name"
     fi
     dayfly-bench pfs "$sets" "$work/mnt" --rate "$rate" --delay-ms "$delay" --counts "$work/counts" & pfs=$!
-    until mountpoint -q "$work/mnt"; do sleep 0.1; done
+    until mountpoint -q "$work/mnt"; do kill -0 "$pfs"; sleep 0.1; done
     all_fits=$(dayfly up --local 4 --memory 64MiB --data-dir "$sets")
     DAYFLY_SESSION=$all_fits dayfly stage-in --json "$work/mnt/$name.tar" /dayfly/set > "$work/all"
     DAYFLY_SESSION=$all_fits dayfly tune --cache off > /dev/null
@@ -49,8 +49,8 @@ row() { # NAME SAMPLES RATE DELAY_MS STREAMS BATCH OPTIONS_OF_MAKE...
     mixed=$(dayfly up --local 4 --memory 64MiB --capacity "${capacity}B" --pfs-streams "$streams" --data-dir "$sets")
     DAYFLY_SESSION=$mixed dayfly stage-in --json "$work/mnt/$name.tar" /dayfly/set > "$work/mixed"
     export DAYFLY_SESSION
-    local left_out epoch before reads_before servers_before
-    left_out=$(grep staged-in "$work/mixed" | python3 -c "import json,sys; print(json.loads(sys.stdin.read())['left_out_bytes'])")
+    local unstored epoch before reads_before servers_before
+    unstored=$(grep staged-in "$work/mixed" | python3 -c "import json,sys; print(json.loads(sys.stdin.read())['unstored_bytes'])")
     : > "$work/p"; : > "$work/l"; : > "$work/m"; : > "$work/b"; : > "$work/o"
     for epoch in $(seq "$epochs"); do
         DAYFLY_SESSION=$all_fits
@@ -63,17 +63,17 @@ row() { # NAME SAMPLES RATE DELAY_MS STREAMS BATCH OPTIONS_OF_MAKE...
         [ $(($(servers_count bytes) - servers_before)) -le "$(tail -1 "$work/b")" ] || echo "the servers count more than the file system"
     done
     dayfly status --json > "$work/status"
-    python3 - "$name" "$samples" "$bytes" "$left_out" "$work" << 'END'
+    python3 - "$name" "$samples" "$bytes" "$unstored" "$work" << 'END'
 import sys
-name, samples, bytes, left_out, work = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
+name, samples, bytes, unstored, work = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
 values = {key: sorted(float(line) for line in open(f"{work}/{key}")) for key in "plmbo"}
 p, l, m, b, o = (values[key][len(values[key]) // 2] for key in "plmbo")
-s = 1 - left_out / bytes
+s = 1 - unstored / bytes
 best = min(p / (1 - s), l / s)
 print(f"{name}: {samples} samples, {bytes / 1e6:.0f} MB, {s * 100:.1f} % stored")
 print(f"  p {p / 1e6:.0f} MB/s, l {l / 1e6:.0f} MB/s, mixed {m / 1e6:.0f} MB/s: {m / best:.2f} of min(p/{1 - s:.2f}, l/{s:.2f}) = {best / 1e6:.0f} MB/s")
-print(f"  per epoch at the file system: {b / left_out:.4f} x the bytes that are left out (largest {values['b'][-1] / left_out:.4f}), "
-      f"{o / samples / (1 - s):.3f} operations a sample that is left out")
+print(f"  per epoch at the file system: {b / unstored:.4f} x the bytes that are not stored (largest {values['b'][-1] / unstored:.4f}), "
+      f"{o / samples / (1 - s):.3f} operations a sample that is not stored")
 END
     for session in $all_fits $mixed; do DAYFLY_SESSION=$session dayfly down > /dev/null; done
     unset DAYFLY_SESSION; all_fits=; mixed=

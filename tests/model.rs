@@ -12,8 +12,8 @@ use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
 use dayfly_client::{FileKind, View};
-use harness::twin::twin;
-use harness::{Ground, tool};
+use harness::twin::twin_with;
+use harness::{Cluster, Ground, pack, tool};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use nix::unistd::{AccessFlags, Whence};
@@ -211,18 +211,31 @@ fn leads_out(folder: &Path, op: &Op) -> bool {
     !at.starts_with(folder)
 }
 
+/// Returns the bytes of all blocks that no node stores.
+fn unstored(cluster: &Cluster) -> u64 {
+    let status = cluster.status();
+    status["nodes"].as_array().unwrap().iter().map(|node| node["origins"]["unstored_bytes"].as_u64().unwrap()).sum()
+}
+
 /// SEMANTICS: "Paths, symlinks, `.` and `..`, trailing slashes and error codes behave as in a directory
 /// on Linux."
 #[test]
 fn random_operations_agree_with_a_plain_directory() {
-    for seed in 0..3 {
+    let small: &[&str] = &["--capacity", "1500KiB"];
+    for (seed, options, is_tar) in
+        [(0, &["--verify-reads"][..], false), (1, &[], true), (2, &[], false), (3, small, false), (4, small, true)]
+    {
         let mut random = StdRng::seed_from_u64(seed);
         let ground = Ground::new();
         let folder = ground.at("tree");
         make_tree(&folder, &mut random);
         let folder = fs::canonicalize(folder).unwrap();
-        let cluster = ground.up_with(3, if seed == 0 { &["--verify-reads"] } else { &[] });
-        cluster.stage(&[&folder], "/dayfly/data/tree");
+        let archive = ground.at("tree.tar");
+        pack(&archive, &folder, &["--format=posix"]);
+        let cluster = ground.up_with(3, options);
+        cluster.stage(&[if is_tar { &archive } else { &folder }], "/dayfly/data/tree");
+        // In a session with little room, a part of the blocks is not stored.
+        assert_eq!(unstored(&cluster) > 1 << 20, options == small, "{}", unstored(&cluster));
         let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
         let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
         let prefix = folder.as_os_str().as_bytes();
@@ -382,21 +395,24 @@ fn random_calls_through_the_library_agree_with_a_plain_directory() {
         fs::read_to_string(out).unwrap()
     };
     let program = std::env::current_exe().unwrap();
-    let seeds = 0..4_u64;
-    let (twin, expected) = twin(make, |ground, root| {
-        let plainly = |seed| {
-            let mut command = std::process::Command::new(&program);
-            run(command.current_dir(ground.work.path()), &ground.at("trace"), root, seed)
-        };
-        seeds.clone().map(plainly).collect::<Vec<_>>()
-    });
-    for (seed, expected) in seeds.zip(expected) {
-        let found = run(twin.exec_command(seed as u16 % 2).arg(&program), &twin.cluster.at("trace"), &twin.root, seed);
-        assert!(expected.lines().filter(|line| line.len() > 8).count() > CALLS / 3);
-        for (expected, found) in expected.lines().zip(found.lines()) {
-            assert_eq!(expected, found, "seed {seed}");
+    // No node of the second session has room for the large file.
+    for (seeds, options, unstored_min) in [(0..4_u64, &[][..], 0), (4..6, &["--capacity", "100KiB"], 250_000)] {
+        let (twin, expected) = twin_with(options, make, |ground, root| {
+            let plainly = |seed| {
+                let mut command = std::process::Command::new(&program);
+                run(command.current_dir(ground.work.path()), &ground.at("trace"), root, seed)
+            };
+            seeds.clone().map(plainly).collect::<Vec<_>>()
+        });
+        assert!(unstored(&twin.cluster) >= unstored_min);
+        for (seed, expected) in seeds.zip(expected) {
+            let found = run(twin.exec_command(seed as u16 % 2).arg(&program), &twin.cluster.at("trace"), &twin.root, seed);
+            assert!(expected.lines().filter(|line| line.len() > 8).count() > CALLS / 3);
+            for (expected, found) in expected.lines().zip(found.lines()) {
+                assert_eq!(expected, found, "seed {seed}");
+            }
+            assert_eq!(expected.len(), found.len());
         }
-        assert_eq!(expected.len(), found.len());
+        twin.cluster.down();
     }
-    twin.cluster.down();
 }

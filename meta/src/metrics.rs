@@ -76,8 +76,8 @@ metrics! {
         |node| one(node.origins.operations);
     "dayfly_origin_failures_total" Counter "" "Chunks that could not be read from their origins."
         |node| one(node.origins.failures);
-    "dayfly_left_out_bytes" Gauge "" "Bytes of the blocks that the node owns but did not store, for lack of room."
-        |node| one(node.left_out_bytes);
+    "dayfly_unstored_bytes" Gauge "" "Bytes of the blocks that the node owns but did not store, for lack of room."
+        |node| one(node.unstored_bytes);
     "dayfly_served_reads_total" Counter "" "Chunks sent to other nodes."
         |node| one(node.served.count);
     "dayfly_served_bytes_total" Counter "" "Bytes of the chunks sent to other nodes."

@@ -10,6 +10,7 @@
 //! - [`PendingFetch`] is a request in flight.
 //! - [`serve`] answers the requests of peers, as an owner.
 //! - [`from_origins`] reads blocks that this node owns, but has on no drive, from their origins.
+//! - [`without_arena`] does so for peers while the arena has no room.
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
@@ -30,10 +31,10 @@ mod from_origins;
 mod recheck;
 mod serve;
 mod verify;
+mod without_arena;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
@@ -45,6 +46,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
@@ -58,6 +60,7 @@ pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
 use verify::{OwnerReply, Received};
+use without_arena::ReadsWithoutArena;
 
 /// The result for one requested chunk.
 pub(crate) enum Fetched {
@@ -86,6 +89,7 @@ pub(crate) struct Fetcher {
     /// Loads from origins. They go on when the request that began them is dropped, because the next one would begin them again.
     /// They end with the fetcher.
     origin_loads: Mutex<JoinSet<()>>,
+    without_arena: ReadsWithoutArena,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -151,11 +155,10 @@ impl Fetcher {
         cache_writer: CacheWriter,
         damage: Arc<Damage>,
         blocking: Arc<dyn Blocking>,
-        pfs_streams: usize,
+        origins: Arc<Origins>,
     ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
-        let origins = Arc::new(Origins::new(blocking.clone(), pfs_streams, peers.deadlines().origin));
         Self {
             arena,
             peers,
@@ -168,6 +171,7 @@ impl Fetcher {
             blocking,
             origins,
             origin_loads: Mutex::default(),
+            without_arena: ReadsWithoutArena::default(),
         }
     }
 
@@ -306,7 +310,7 @@ impl Fetcher {
                     }
                     Received::Late(slot) => {
                         let timeout = self.peers.deadlines().origin;
-                        let late = OriginFailure::Late { seconds: timeout.as_secs() };
+                        let late = OriginFailure::late(&dataset, chunks[number], timeout);
                         outcomes[number] = Err(read_error(&dataset, chunks[number], late.into()));
                         if last_progress.elapsed() < timeout {
                             remaining.push(number);

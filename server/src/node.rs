@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::status_page::StatusPage;
+use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Agreement, Service, Serving, Transport};
 use tokio::task::JoinSet;
@@ -22,6 +23,7 @@ use crate::clients::{ClientContext, ClientListener};
 use crate::coordinator::{Coordinator, CoordinatorContext};
 use crate::fetch::Fetcher;
 use crate::membership::{JoinError, Membership};
+use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
@@ -117,6 +119,7 @@ impl NodeParts {
         config: Config,
         transport: Arc<dyn Transport>,
         blocking: Arc<dyn Blocking>,
+        files: SharedFiles,
     ) -> Result<(Self, impl Future<Output = ()> + Send + 'static), StartError> {
         let (node, deadlines) = (config.node, config.deadlines);
         let store = Arc::new(Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?);
@@ -132,7 +135,7 @@ impl NodeParts {
             cache_writer,
             damage.clone(),
             blocking.clone(),
-            config.pfs_streams,
+            Arc::new(Origins::new(files, blocking.clone(), config.pfs_streams, deadlines.origin)),
         ));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
@@ -259,11 +262,11 @@ impl Node {
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
-        Self::start_on(config, decorate(transport), address, Arc::new(Threads)).await
+        Self::start_on(config, decorate(transport), address, Arc::new(Threads), Arc::new(SystemFiles)).await
     }
 
     /// Like [`Self::start`], but with a transport that is already open. Peers reach this node at `address`. Blocking work runs
-    /// on `blocking`.
+    /// on `blocking`, and blocks that are on no drive are read through `files`.
     ///
     /// # Errors
     /// As [`Self::start`].
@@ -272,9 +275,10 @@ impl Node {
         transport: Arc<dyn Transport>,
         address: SocketAddr,
         blocking: Arc<dyn Blocking>,
+        files: SharedFiles,
     ) -> Result<Arc<Self>, StartError> {
         let span = tracing::info_span!("start", node = %config.node, %address);
-        Self::start_parts(config, transport, address, blocking).instrument(span).await
+        Self::start_parts(config, transport, address, blocking, files).instrument(span).await
     }
 
     async fn start_parts(
@@ -282,8 +286,9 @@ impl Node {
         transport: Arc<dyn Transport>,
         address: SocketAddr,
         blocking: Arc<dyn Blocking>,
+        files: SharedFiles,
     ) -> Result<Arc<Self>, StartError> {
-        let (parts, caching) = NodeParts::new(config, transport, blocking)?;
+        let (parts, caching) = NodeParts::new(config, transport, blocking, files)?;
         let service: Arc<dyn Service> = Arc::new(parts.service());
         parts.peers.set_loopback(address, Arc::downgrade(&service), parts.blocking.clone());
         let serving = parts.transport.serve(service.clone()).await;

@@ -162,9 +162,9 @@ impl Room {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let planned = self.on_drives(move |room| {
             let datasets = room.store.datasets();
-            let left_out: u64 = datasets.iter().map(|dataset| dataset.owned().left_out_bytes).sum();
+            let unstored: u64 = datasets.iter().map(|dataset| dataset.owned().unstored_bytes).sum();
             let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
-            let shares = CacheShares::that_fit(room.store.free().min(limit), left_out, remote.saturating_sub(left_out));
+            let shares = CacheShares::that_fit(room.store.free().min(limit), unstored, remote.saturating_sub(unstored));
             datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(dataset.cache_threshold(shares)));
             (shares, room.has_withdrawn())
         });

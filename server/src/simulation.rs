@@ -10,12 +10,14 @@
 //! - [`session`]: the sequence of events in one session, and the promises that are checked.
 //! - [`net`]: the simulated network. [`faults`]: what goes wrong, and when.
 //! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
+//! - [`origins`]: sessions that read a dataset from its origin, because it does not fit, while the parallel file system fails.
 //! - [`planted`]: deliberate bugs that the simulation must find.
 //! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
 mod faults;
 mod jobs;
 mod net;
+mod origins;
 mod planted;
 mod random;
 mod session;

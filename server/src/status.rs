@@ -80,7 +80,7 @@ impl StatusReporter {
             joined: self.fetcher.joined(),
             served: self.fetcher.served(),
             origins: self.fetcher.origins(),
-            left_out_bytes: sum(&|dataset| dataset.owned().left_out_bytes),
+            unstored_bytes: sum(&|dataset| dataset.owned().unstored_bytes),
             owners,
             wait_us: self.client_reads.wait_us(),
             asking: self.client_reads.in_flight(),

@@ -29,6 +29,8 @@ mod dataset;
 mod drive;
 mod pages;
 mod segment;
+#[cfg(test)]
+pub(crate) mod testing;
 pub(crate) mod write_back;
 
 use std::collections::BTreeMap;

@@ -4,7 +4,7 @@
 //! read: of the data in a plain tar, of a member's record in a zip, or of a file in a directory tree. Zip members are
 //! unpacked and the holes of sparse tar members are filled in on the way, in bounded memory.
 //!
-//! - `files` opens and reads sources. Tests put a decorator in its place.
+//! - `files` opens and reads sources. Tests decorate it with [`fault`].
 //! - `open_files` keeps a few descriptors open for the next reads.
 //! - `target` says which file to open for a sample, and how to recognize that the file has changed.
 //! - `record` turns the bytes of a record into the bytes of a sample.
@@ -25,6 +25,7 @@
 //! opened again once. Calls block. Compressed tars, and members of archives that are themselves members, are not supported.
 
 mod error;
+pub mod fault;
 mod files;
 mod open_files;
 mod record;
@@ -39,7 +40,7 @@ use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_GAP_MAX, ORIGIN_MERGED_LEN_MAX};
 
 pub use error::OriginError;
-pub use files::{FileState, SourceFiles, SystemFiles};
+pub use files::{FileState, SharedFiles, SourceFiles, SystemFiles};
 
 use open_files::OpenFiles;
 use record::{Extent, SampleRange, unpack_sparse, unpack_zip, unpack_zip_bytes};

@@ -9,7 +9,7 @@
 //!   (`nested`), and files of directory trees (`read`).
 //! - Each sample goes through `shipping`: the sample's path decides the owner of every block, and
 //!   the block's bytes are read straight into the open batch for its owner. Full batches go to
-//!   the [`Sink`]. If not all samples fit, `leaving_out` reads some blocks only for their checksums.
+//!   the [`Sink`]. If not all samples fit, `unstored` reads some blocks only for their checksums.
 //! - Once all of a member's blocks are stored, the member goes to a sorted run ([`crate::runs`]),
 //!   with the numbers that the owners gave to the blocks.
 //!
@@ -21,12 +21,12 @@
 
 mod archive;
 mod batch;
-mod leaving_out;
 mod nested;
 mod range;
 mod read;
 mod shipping;
 mod sink;
+mod unstored;
 mod zip;
 
 use std::collections::{BTreeMap, VecDeque};

@@ -20,7 +20,7 @@ pub(crate) fn is_possible() -> bool {
     *POSSIBLE.get_or_init(|| {
         let folder = tempfile::tempdir().unwrap();
         let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
-        let attached = Tracer::attach(sleeper.id() as i32, &["-e", "trace=none"], folder.path());
+        let attached = Tracer::attach(sleeper.id() as i32, &["-e".to_owned(), "trace=none".to_owned()], folder.path());
         let is_possible = attached.map_err(|error| eprintln!("drives that fail are NOT tested: {error}")).is_ok();
         sleeper.kill().unwrap();
         sleeper.wait().unwrap();
@@ -38,13 +38,23 @@ impl Tracer {
     /// Injects faults into all threads of a process. Each fault is a pair: a list of calls, and the rest of
     /// strace's `inject=` option.
     pub(crate) fn inject(pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
+        Self::attach(pid, &Self::options(faults), folder)
+    }
+
+    /// Injects faults into the calls that concern one file.
+    pub(crate) fn inject_at(file: &Path, pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
+        let path = file.to_str().ok_or("the path is not UTF-8")?.to_owned();
+        Self::attach(pid, &[Self::options(faults), vec!["-P".to_owned(), path]].concat(), folder)
+    }
+
+    fn options(faults: &[(&str, &str)]) -> Vec<String> {
         let calls: Vec<&str> = faults.iter().map(|&(calls, _)| calls).collect();
         let mut options = vec!["-e".to_owned(), format!("trace={}", calls.join(","))];
         options.extend(faults.iter().flat_map(|(calls, how)| ["-e".to_owned(), format!("inject={calls}:{how}")]));
-        Self::attach(pid, &options.iter().map(String::as_str).collect::<Vec<_>>(), folder)
+        options
     }
 
-    fn attach(pid: i32, options: &[&str], folder: &Path) -> Result<Self, String> {
+    fn attach(pid: i32, options: &[String], folder: &Path) -> Result<Self, String> {
         let (output, messages) = (folder.join(format!("strace-{pid}.out")), folder.join(format!("strace-{pid}.err")));
         let mut command = Command::new("strace");
         command.args(["-f", "-p", &pid.to_string(), "-o"]).arg(&output).args(options);

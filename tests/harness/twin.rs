@@ -18,6 +18,11 @@ pub(crate) struct Twin {
 /// Creates the tree, runs `before` over it as a plain directory, stages it in and moves the plain directory away. Also returns
 /// the result of `before`.
 pub(crate) fn twin<T>(make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Path) -> T) -> (Twin, T) {
+    twin_with(&[], make, before)
+}
+
+/// Like [`twin`], with further options for the session.
+pub(crate) fn twin_with<T>(options: &[&str], make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Path) -> T) -> (Twin, T) {
     let ground = Ground::new();
     let (root, plain) = (ground.at("tree"), ground.at("plain"));
     fs::create_dir(&root).unwrap();
@@ -26,7 +31,7 @@ pub(crate) fn twin<T>(make: impl FnOnce(&Path), before: impl FnOnce(&Ground, &Pa
     let archive = ground.at("tree.tar");
     pack(&archive, &root, &["--format=posix"]);
     let prefix = root.to_str().unwrap().to_owned();
-    let cluster = ground.up_with(2, &["--prefix", &prefix]);
+    let cluster = ground.up_with(2, &[&["--prefix", &prefix], options].concat());
     cluster.stage(&[&archive], &prefix);
     fs::rename(&root, &plain).unwrap();
     (Twin { cluster, root, plain }, printed)

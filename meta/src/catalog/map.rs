@@ -463,14 +463,14 @@ impl Catalog {
         self.record(Column::PlacedPaths, row).map(PlacedPathRecord::decode)
     }
 
-    /// Returns whether the block's owner stored it during the stage-in. A block that was left out for lack of room is read from
+    /// Returns whether the block's owner stored it during the stage-in. A block for which there was no room is read from
     /// its origin.
     pub fn is_stored(&self, block: BlockId) -> bool {
         self.arrival(block).is_some_and(|arrival| arrival != NOT_STORED)
     }
 
-    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; [`NOT_STORED`] if the block was
-    /// left out.
+    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; [`NOT_STORED`] if the block is
+    /// not stored.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }

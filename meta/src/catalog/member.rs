@@ -26,7 +26,7 @@ pub struct MemberKey {
     pub offset: u64,
 }
 
-/// The arrival number of a block that was left out, because there was no room for it.
+/// The arrival number of a block that is not stored, because there was no room for it.
 pub const NOT_STORED: u32 = u32::MAX;
 
 /// A block of a member, and where it is.

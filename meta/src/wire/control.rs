@@ -342,7 +342,7 @@ pub struct NodeShare {
     /// Bytes of the blocks that the node stores.
     pub bytes: u64,
     /// Bytes of the blocks that it owns but did not store.
-    pub left_out_bytes: u64,
+    pub unstored_bytes: u64,
     /// What the node did.
     pub counted: Counted,
     /// Source bytes that the node read in each interval.

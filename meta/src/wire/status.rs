@@ -199,7 +199,7 @@ pub struct NodeStatus {
     /// Chunks that this node read from their origins.
     pub origins: OriginStatus,
     /// Bytes of the blocks that this node owns but did not store, for lack of room.
-    pub left_out_bytes: u64,
+    pub unstored_bytes: u64,
     /// What this node received from each owner, by node.
     pub owners: Vec<OwnerStatus>,
     /// How long clients waited for chunks that they asked the server for, in microseconds: the

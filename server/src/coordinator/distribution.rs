@@ -50,7 +50,7 @@ impl Distribution {
                 if catalog.is_stored(block) {
                     node.bytes += len
                 } else {
-                    node.left_out_bytes += len
+                    node.unstored_bytes += len
                 }
                 if part > 0 {
                     continue;

@@ -1,4 +1,4 @@
-//! Blocks that this node owns, but has on no drive: they were left out of a stage-in, or their copies were bad.
+//! Blocks that this node owns, but has on no drive: a stage-in found no room for them, or their copies were bad.
 
 use std::sync::{Arc, PoisonError};
 
@@ -25,13 +25,16 @@ impl Fetcher {
             };
             load.in_current_span()
         };
-        {
-            let mut loads = self.origin_loads.lock().unwrap_or_else(PoisonError::into_inner);
-            while loads.try_join_next().is_some() {}
-            loads.spawn(loading);
-        }
+        self.spawn_origin_load(loading);
         // A load ends without a result only when the node ends.
         loaded.await.unwrap_or_default()
+    }
+
+    /// Starts work that goes on when the request that needs it is dropped.
+    pub(super) fn spawn_origin_load(&self, load: impl Future<Output = ()> + Send + 'static) {
+        let mut loads = self.origin_loads.lock().unwrap_or_else(PoisonError::into_inner);
+        while loads.try_join_next().is_some() {}
+        loads.spawn(load);
     }
 
     async fn read_and_finish(self: Arc<Self>, mut group: LoadGroup, caching: Caching) -> FetchedChunks {

@@ -7,11 +7,11 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::limits::MISSING_REASONS_MAX;
 use dayfly_meta::wire::peer::{MissingChunk, WhyMissing};
 use dayfly_transport::Piece;
-use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::time::{Instant, timeout_at};
 
 use super::error::{ReadError, read_error};
 use super::{FetchError, Fetched, Fetcher};
+use crate::origins::OriginFailure;
 use crate::store::Dataset;
 
 /// The answer to a peer's request for chunks.
@@ -92,13 +92,12 @@ impl Fetcher {
         }
         // The arena has no room for the others.
         let others: Vec<usize> = (0..chunks.len()).filter(|&index| is_left[index]).collect();
-        let wanted: Vec<Chunk> = others.iter().map(|&index| chunks[index]).collect();
-        let buffers = wanted.iter().map(|&chunk| vec![0; dataset.chunk(chunk).map_or(0, |info| info.len) as usize]).collect();
-        let mut reading: FuturesUnordered<_> = self.origins.read(dataset, &wanted, buffers).into_iter().collect();
-        while let Ok(Some(part)) = timeout_at(deadline, reading.next()).await {
-            for (number, result) in part {
-                let index = others[number];
-                read[index] = Some(result.map_err(|error| read_error(dataset, chunks[index], ReadError::Origin(error))));
+        if !others.is_empty() {
+            let wanted: Vec<Chunk> = others.iter().map(|&index| chunks[index]).collect();
+            let outcomes = self.read_without_arena(dataset, &wanted, deadline).await;
+            for (index, outcome) in others.into_iter().zip(outcomes) {
+                let named = |error: OriginFailure| read_error(dataset, chunks[index], ReadError::Origin(error));
+                read[index] = outcome.map(|read| read.map(|bytes| bytes.to_vec()).map_err(named));
             }
         }
         read

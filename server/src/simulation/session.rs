@@ -12,6 +12,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_IN_MEMORY_MIN};
 use dayfly_meta::wire::control::{Event, StageInRequest};
+use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::{Agreement, Key, Options, Transport};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -71,7 +72,16 @@ pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted
         let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, is_verbose);
         let jobs = Jobs::new(Random::new(random.next()), pool.clone());
         let start = Instant::now();
-        let session = Session { net: net.clone(), seed, folder: folder.path(), report: Arc::default(), bug };
+        let session = Session {
+            net: net.clone(),
+            seed,
+            folder: folder.path(),
+            report: Arc::default(),
+            bug,
+            capacity: 16 << 20,
+            pfs_streams: 16,
+            files: &|_| Arc::new(SystemFiles),
+        };
         if timeout(HANG, session.run(random, sources, jobs.clone())).await.is_err() {
             session.broken(format!("the session hangs: it is not over after {} s", HANG.as_secs()));
         }
@@ -85,17 +95,23 @@ pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted
     outcome
 }
 
-struct Session<'a> {
-    net: Arc<Net>,
-    seed: u64,
-    folder: &'a Path,
-    report: Arc<Mutex<Outcome>>,
-    bug: Option<Planted>,
+pub(super) struct Session<'a> {
+    pub(super) net: Arc<Net>,
+    pub(super) seed: u64,
+    pub(super) folder: &'a Path,
+    pub(super) report: Arc<Mutex<Outcome>>,
+    pub(super) bug: Option<Planted>,
+    /// The room of each node, in bytes.
+    pub(super) capacity: u64,
+    /// How many reads each node makes at the same time on the parallel file system.
+    pub(super) pfs_streams: usize,
+    /// How each node reaches the parallel file system.
+    pub(super) files: &'a (dyn Fn(NodeId) -> SharedFiles + Sync),
 }
 
 impl Session<'_> {
     /// Records a broken promise.
-    fn broken(&self, what: String) {
+    pub(super) fn broken(&self, what: String) {
         self.net.note(&what);
         self.report.lock().unwrap().broken.push(what);
     }
@@ -136,7 +152,7 @@ impl Session<'_> {
             faults.iter().filter_map(|(_, fault)| if let Fault::Kill(node) = fault { Some(*node) } else { None }).collect();
         let mut readers = JoinSet::new();
         for server in &servers {
-            let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
+            let reader = self.reader(server);
             readers.spawn(reader.read_some(Random::new(random.next()), sources.first.files.clone()));
         }
         let failing = self.apply_faults(faults, truncated.as_ref());
@@ -180,7 +196,7 @@ impl Session<'_> {
         self.end(servers).await;
     }
 
-    async fn start(&self, nodes: u16, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Node>> {
+    pub(super) async fn start(&self, nodes: u16, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Node>> {
         let mut servers = Vec::new();
         let buggy = NodeId(1 + random.below(u64::from(nodes) - 1) as u16);
         for node in (0..nodes).map(NodeId) {
@@ -196,13 +212,13 @@ impl Session<'_> {
                 network: Options::default(),
                 runtime_dir: self.folder.to_owned(),
                 data_dirs: vec![data_dir],
-                capacity: 16 << 20,
+                capacity: self.capacity,
                 memory: ARENA_LEN_MIN,
                 prefix: b"/dayfly".to_vec(),
                 verify_reads: false,
                 workers: 1 + random.below(3) as usize,
                 decoders: 1,
-                pfs_streams: 16,
+                pfs_streams: self.pfs_streams,
                 stage_in_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };
@@ -212,12 +228,12 @@ impl Session<'_> {
                 _ => Arc::new(transport),
             };
             let jobs: Arc<dyn Blocking> = jobs.clone();
-            servers.push(Node::start_on(config, transport, address, jobs).await.unwrap());
+            servers.push(Node::start_on(config, transport, address, jobs, (self.files)(node)).await.unwrap());
         }
         servers
     }
 
-    async fn stage_in(
+    pub(super) async fn stage_in(
         &self,
         server: &Arc<Node>,
         sources: &[&Source],
@@ -294,11 +310,15 @@ impl Session<'_> {
         }
     }
 
+    pub(super) fn reader(&self, server: &Arc<Node>) -> Reader {
+        Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone(), limit: self.net.deadlines.server }
+    }
+
     /// Reads all files on all nodes. Only reads from owners that were killed may fail.
-    async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files, killed: &[NodeId]) {
+    pub(super) async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files, killed: &[NodeId]) {
         let mut reading = JoinSet::new();
         for server in servers {
-            let reader = Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone() };
+            let reader = self.reader(server);
             let (target, files, killed) = (target.to_vec(), files.clone(), killed.to_vec());
             reading.spawn(async move {
                 let files: Vec<_> = files.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
@@ -314,7 +334,7 @@ impl Session<'_> {
     }
 
     /// Ends the session, and checks that nothing is left of it.
-    async fn end(&self, servers: Vec<Arc<Node>>) {
+    pub(super) async fn end(&self, servers: Vec<Arc<Node>>) {
         // Blocks that were read last are cached on the drives a little later, once they are synced.
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
@@ -359,15 +379,17 @@ impl Session<'_> {
     }
 }
 
-fn dataset(server: &Node, target: &[u8]) -> Option<Arc<Dataset>> {
+pub(super) fn dataset(server: &Node, target: &[u8]) -> Option<Arc<Dataset>> {
     server.parts.store.datasets().into_iter().find(|dataset| dataset.target() == target)
 }
 
 /// Reads files as a process of a node would.
-struct Reader {
+pub(super) struct Reader {
     net: Arc<Net>,
     server: Arc<Node>,
     report: Arc<Mutex<Outcome>>,
+    /// How long a read may take.
+    pub(super) limit: Duration,
 }
 
 impl Reader {
@@ -392,13 +414,13 @@ impl Reader {
     }
 
     /// Reads files in one request and compares their contents. Returns the errors of the files that could not be read.
-    async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
+    pub(super) async fn read(&self, target: &[u8], files: &[(&[u8], &[u8])]) -> Vec<String> {
         let (start, node) = (Instant::now(), self.server.parts.config.node);
         let paths: Vec<&[u8]> = files.iter().map(|(path, _)| *path).collect();
         // A read that takes longer than the deadline is reported below.
-        let read = timeout(2 * self.net.deadlines.server, self.bytes(target, &paths)).await;
+        let read = timeout(2 * self.limit, self.bytes(target, &paths)).await;
         let took = start.elapsed();
-        if took > self.net.deadlines.server {
+        if took > self.limit {
             self.broken(format!("a read on node {node} took {} s", took.as_secs()));
         }
         let read = match read {

@@ -15,6 +15,16 @@ pub(super) struct Source {
     pub(super) files: Files,
 }
 
+impl Source {
+    /// Writes an archive with files of these lengths into a folder.
+    pub(super) fn write(folder: &Path, name: &str, lens: &[usize]) -> Self {
+        let files: Files = lens.iter().enumerate().map(|(number, &len)| file(name, number, len)).collect();
+        let path = folder.join(format!("{name}.tar"));
+        fs::write(&path, tar(&files)).unwrap();
+        Self { path, files }
+    }
+}
+
 /// All sources. Dropping this removes their folder.
 pub(super) struct Sources {
     folder: tempfile::TempDir,
@@ -38,12 +48,7 @@ pub(super) fn scratch() -> tempfile::TempDir {
 impl Sources {
     pub(super) fn write() -> Self {
         let folder = scratch();
-        let archive = |name: &str, lens: &[usize]| {
-            let files: Files = lens.iter().enumerate().map(|(number, &len)| file(name, number, len)).collect();
-            let path = folder.path().join(format!("{name}.tar"));
-            fs::write(&path, tar(&files)).unwrap();
-            Source { path, files }
-        };
+        let archive = |name: &str, lens: &[usize]| Source::write(folder.path(), name, lens);
         let small: Vec<usize> = (0..24).map(|number| number * 397).collect();
         let large: Vec<usize> = [&[300_000, 0, 1, 511, 512, 513][..], &[20_000; 10]].concat();
         let pieces = [1_060_000, 3000];

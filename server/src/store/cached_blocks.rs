@@ -111,19 +111,19 @@ impl CachedBlocks {
 /// The shares of blocks that a node caches: of those that it owns but did not store, and of all others. [`ALL`] is all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheShares {
-    left_out: u64,
+    unstored: u64,
     others: u64,
 }
 
 impl CacheShares {
     /// Returns the shares that fit into `room` bytes, when all datasets together have this many bytes of either kind.
-    pub(crate) fn that_fit(room: u64, left_out_bytes: u64, other_bytes: u64) -> Self {
+    pub(crate) fn that_fit(room: u64, unstored_bytes: u64, other_bytes: u64) -> Self {
         let room = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000) as u64;
         let share = |room: u64, wanted: u64| {
             let share = (u128::from(room) * u128::from(ALL)).checked_div(wanted.into());
             share.map_or(ALL, |share| share.min(ALL.into()) as u64)
         };
-        Self { left_out: share(room, left_out_bytes), others: share(room.saturating_sub(left_out_bytes), other_bytes) }
+        Self { unstored: share(room, unstored_bytes), others: share(room.saturating_sub(unstored_bytes), other_bytes) }
     }
 }
 
@@ -157,25 +157,25 @@ impl Dataset {
 
     /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
     fn rank(&self, block: BlockId) -> u64 {
-        let (hash, left_out) = (hash(block, self.catalog().header().seed), self.left_out_share());
+        let (hash, unstored) = (hash(block, self.catalog().header().seed), self.unstored_share());
         match self.is_mine(block) {
-            true => part_of(left_out, hash),
-            false => left_out + part_of(ALL - left_out, hash),
+            true => part_of(unstored, hash),
+            false => unstored + part_of(ALL - unstored, hash),
         }
     }
 
     /// Returns the share of the blocks to cache that this node owns but did not store.
-    fn left_out_share(&self) -> u64 {
-        let share = u128::from(self.owned().left_out_bytes) * u128::from(ALL);
+    fn unstored_share(&self) -> u64 {
+        let share = u128::from(self.owned().unstored_bytes) * u128::from(ALL);
         share.checked_div(self.remote_bytes().into()).map_or(0, |share| share.min(ALL.into()) as u64)
     }
 
     /// Returns the threshold that selects these shares of the dataset's blocks.
     pub(crate) fn cache_threshold(&self, shares: CacheShares) -> u64 {
-        let left_out = self.left_out_share();
-        match shares.left_out {
-            ALL => left_out + part_of(ALL - left_out, shares.others),
-            share => part_of(left_out, share),
+        let unstored = self.unstored_share();
+        match shares.unstored {
+            ALL => unstored + part_of(ALL - unstored, shares.others),
+            share => part_of(unstored, share),
         }
     }
 

@@ -43,7 +43,7 @@ pub(crate) struct Owned {
     pub(crate) blocks: u64,
     pub(crate) bytes: u64,
     /// Bytes of the blocks that this node owns but did not store, for lack of room.
-    pub(crate) left_out_bytes: u64,
+    pub(crate) unstored_bytes: u64,
 }
 
 /// The catalog's facts about a chunk.
@@ -291,7 +291,7 @@ fn fill(
                 continue;
             }
             if !catalog.is_stored(block) {
-                owned.left_out_bytes += block_len(size, part);
+                owned.unstored_bytes += block_len(size, part);
                 continue;
             }
             let position = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;

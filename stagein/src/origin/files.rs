@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path};
+use std::sync::Arc;
 
 use dayfly_meta::catalog::Version;
 use nix::errno::Errno;
@@ -63,6 +64,33 @@ pub trait SourceFiles: Send + Sync {
     ///
     /// The system's answer.
     fn read_at(&self, file: &Self::File, bytes: &mut [u8], offset: u64) -> io::Result<usize>;
+}
+
+/// Files that several parts of a program share.
+pub type SharedFiles = Arc<dyn SourceFiles<File = File>>;
+
+impl<F: SourceFiles + ?Sized> SourceFiles for Arc<F> {
+    type File = F::File;
+
+    fn open(&self, path: &Path) -> io::Result<F::File> {
+        (**self).open(path)
+    }
+
+    fn open_directory(&self, path: &Path) -> io::Result<F::File> {
+        (**self).open_directory(path)
+    }
+
+    fn open_below(&self, directory: &F::File, path: &Path) -> io::Result<F::File> {
+        (**self).open_below(directory, path)
+    }
+
+    fn state(&self, file: &F::File) -> io::Result<FileState> {
+        (**self).state(file)
+    }
+
+    fn read_at(&self, file: &F::File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
+        (**self).read_at(file, bytes, offset)
+    }
 }
 
 /// The kernel's file systems.

@@ -5,16 +5,16 @@ mod reads;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io;
 use std::path::Path;
 use std::process::Command;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Refused};
 use dayfly_meta::catalog::{About, CatalogBuilder, EntryId, Member, Source};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::control::Selection;
 
+use super::fault::{FaultyFiles, SourceCall, SourceFault};
 use super::*;
 use crate::pipeline::tests::{placement, planned, run};
 
@@ -133,60 +133,22 @@ fn python(folder: &Path, script: &str) {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The kernel's files, with a list of all reads, and with faults.
-#[derive(Default)]
-struct ObservedFiles {
-    /// Offset and length of each read.
-    reads: Mutex<Vec<(u64, usize)>>,
-    /// How many files and directories were opened.
-    opened: Mutex<usize>,
-    /// What the next calls of `read_at` return instead of reading.
-    faults: Mutex<Vec<io::Error>>,
-    /// The most bytes that one call of `read_at` returns.
-    read_len_max: Option<usize>,
-    /// Reads at or beyond this offset find the end of the file.
-    end: Option<u64>,
+/// The kernel's files, with these faults.
+fn faulty(faults: impl Fn(SourceCall) -> Option<SourceFault> + Send + Sync + 'static) -> Arc<FaultyFiles<SystemFiles>> {
+    Arc::new(FaultyFiles::new(SystemFiles, Arc::new(faults)))
 }
 
-impl ObservedFiles {
-    fn count(&self, opened: io::Result<fs::File>) -> io::Result<fs::File> {
-        *self.opened.lock().unwrap() += 1;
-        opened
-    }
-
-    fn take_reads(&self) -> Vec<(u64, usize)> {
-        std::mem::take(&mut self.reads.lock().unwrap())
-    }
+/// The kernel's files without faults, for their list of calls.
+fn observed() -> Arc<FaultyFiles<SystemFiles>> {
+    faulty(|_| None)
 }
 
-impl SourceFiles for &ObservedFiles {
-    type File = fs::File;
-
-    fn open(&self, path: &Path) -> io::Result<fs::File> {
-        self.count(SystemFiles.open(path))
-    }
-
-    fn open_directory(&self, path: &Path) -> io::Result<fs::File> {
-        self.count(SystemFiles.open_directory(path))
-    }
-
-    fn open_below(&self, directory: &fs::File, path: &Path) -> io::Result<fs::File> {
-        self.count(SystemFiles.open_below(directory, path))
-    }
-
-    fn state(&self, file: &fs::File) -> io::Result<FileState> {
-        SystemFiles.state(file)
-    }
-
-    fn read_at(&self, file: &fs::File, bytes: &mut [u8], offset: u64) -> io::Result<usize> {
-        self.reads.lock().unwrap().push((offset, bytes.len()));
-        if let Some(fault) = self.faults.lock().unwrap().pop() {
-            return Err(fault);
-        }
-        let room = self.end.map_or(usize::MAX, |end| end.saturating_sub(offset) as usize);
-        let len = bytes.len().min(self.read_len_max.unwrap_or(usize::MAX)).min(room);
-        SystemFiles.read_at(file, &mut bytes[..len], offset)
-    }
+/// Returns offset and length of each read, and how many files and directories were opened, since the last call.
+fn take_reads(files: &FaultyFiles<SystemFiles>) -> (Vec<(u64, usize)>, usize) {
+    let calls = files.take_calls();
+    let reads =
+        calls.iter().filter_map(|&call| if let SourceCall::Read { offset, len } = call { Some((offset, len)) } else { None });
+    (reads.collect(), calls.iter().filter(|&&call| call == SourceCall::Open).count())
 }
 
 /// Makes a folder with files of many sizes.

@@ -13,6 +13,7 @@ use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::{display, group};
+use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::control::{Grouping, Step};
 use dayfly_meta::wire::peer::{Rival, ShippedBlock};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -45,7 +46,7 @@ impl<S: Sink> Worker<S> {
         for part in 0..parts as u32 {
             let block_len = (size - u64::from(part) * BLOCK_SIZE_MAX).min(BLOCK_SIZE_MAX);
             let taken = if !self.is_to_be_stored(index, part) {
-                self.leave_out(index, part, block_len, data, read_error)
+                self.read_unstored(index, part, block_len, data, read_error)
             } else if block_len <= BATCH_LEN_MAX as u64 {
                 self.take_small_block(index, part, block_len as usize, data, read_error)
             } else {
@@ -81,8 +82,8 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
-        let Some(owner) = self.owner(index, part)? else {
-            return self.leave_out(index, part, len as u64, data, read_error);
+        let Some(owner) = self.owner(index, part, &self.full)? else {
+            return self.read_unstored(index, part, len as u64, data, read_error);
         };
         let checksum = self.append(owner, (index, part), len, &mut |space| {
             data.read_exact(space).map_err(read_error)?;
@@ -100,16 +101,18 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
+        // A node without room for this block may have room for smaller ones.
+        let mut full = self.full;
         let (owner, arrival) = loop {
-            let Some(owner) = self.owner(index, part)? else {
-                return self.leave_out(index, part, block_len, data, read_error);
+            let Some(owner) = self.owner(index, part, &full)? else {
+                return self.read_unstored(index, part, block_len, data, read_error);
             };
             let rival = self.rival(index, part);
             let reserved = self.call_sink(|sink| sink.reserve(owner, block_len, rival));
             if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
-            self.full.insert(owner);
+            full.insert(owner);
         };
         let mut chunk_checksum = 0;
         let mut offset = 0;
@@ -132,11 +135,11 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Returns the node that is to store a block; `None` if all nodes are full and the block can be left out.
-    fn owner(&self, index: usize, part: u32) -> Result<Option<NodeId>, StageInError> {
+    /// Returns the node that is to store a block; `None` if all nodes are `full` and the block can be read again.
+    fn owner(&self, index: usize, part: u32, full: &NodeSet) -> Result<Option<NodeId>, StageInError> {
         let path = &self.members[index].path;
-        match self.placement.owner(self.group(path), part, &self.full) {
-            None if !self.may_be_left_out(index) => {
+        match self.placement.owner(self.group(path), part, full) {
+            None if !self.can_be_read_again(index) => {
                 let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
                 Err(StageInError::NoRoom { sample: display(path), size })
             }
@@ -295,8 +298,8 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             for ((index, part), block, bytes) in batch.iter() {
-                let Some(owner) = self.owner(index, part)? else {
-                    self.mark_left_out(index, part);
+                let Some(owner) = self.owner(index, part, &self.full)? else {
+                    self.mark_unstored(index, part);
                     continue;
                 };
                 self.append(owner, (index, part), bytes.len(), &mut |space| {

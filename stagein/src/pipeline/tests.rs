@@ -2,9 +2,9 @@
 //! if nodes are full, and however an archive is split.
 
 mod adversary;
-mod leaving_out;
 mod nested;
 mod strange;
+mod unstored;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs;

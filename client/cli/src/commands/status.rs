@@ -121,13 +121,13 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         print_line!("{line}");
     }
     for NodeEntry { node, status, .. } in &status.nodes {
-        let Ok(NodeStatus { origins, left_out_bytes, .. }) = status else { continue };
-        if *left_out_bytes == 0 && *origins == OriginStatus::default() {
+        let Ok(NodeStatus { origins, unstored_bytes, .. }) = status else { continue };
+        if *unstored_bytes == 0 && *origins == OriginStatus::default() {
             continue;
         }
         print_line!(
             "node {node} owns {} that it does not store; it has read {} from the sources in {}, with {}",
-            show(*left_out_bytes),
+            show(*unstored_bytes),
             counted(origins.reads),
             units::counted(origins.operations, "operation"),
             units::counted(origins.failures, "failure")
@@ -238,7 +238,7 @@ fn network_as_json(network: &Network) -> Value {
 fn origins(status: &NodeStatus) -> Value {
     let OriginStatus { reads, operations, failures } = status.origins;
     json!({
-        "left_out_bytes": status.left_out_bytes, "reads": reads.count, "bytes": reads.bytes, "operations": operations,
+        "unstored_bytes": status.unstored_bytes, "reads": reads.count, "bytes": reads.bytes, "operations": operations,
         "failures": failures,
     })
 }

@@ -5,15 +5,14 @@
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use dayfly_meta::catalog::member::{MemberKey, MemberKind, StoredBlock};
-use dayfly_meta::catalog::{About, CatalogBuilder, Compression, Member, Place, Source, SourceKind, Version};
-use dayfly_meta::checksum::checksum;
-use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::catalog::{NOT_STORED, StoredBlock};
+use dayfly_meta::id::NodeId;
 
 use super::*;
+use crate::store::Drive;
+use crate::store::testing::dataset;
 use crate::store::write_back::WriteBack;
 use crate::store::write_back::failing::Failing;
-use crate::store::{Drive, NewDataset, Segments};
 
 const FILES: u32 = 64;
 
@@ -36,42 +35,8 @@ impl Fixture {
         let failing = Arc::new(Failing::default());
         let write_back: Arc<dyn WriteBack> = failing.clone();
         let drives = Drive::open_all_with(&[folder.path().to_owned()], 1 << 30, &write_back).unwrap();
-        let source = Source {
-            path: b"/a.tar".to_vec(),
-            prefix: Vec::new(),
-            kind: SourceKind::Tar,
-            compression: Compression::None,
-            version: Version { size: 1 << 40, ..Version::default() },
-            inode: 0,
-        };
-        let mut builder =
-            CatalogBuilder::new(&tempfile::tempfile, About { capacities: vec![1; 2], ..About::default() }, &[source]).unwrap();
-        for number in 0..FILES {
-            let bytes = content(BlockId(number), len);
-            let kind = MemberKind::File {
-                size: len as u64,
-                place: Place::Bytes { offset: 512 },
-                blocks: vec![StoredBlock { owner: NodeId(1), arrival: number }],
-                checksums: bytes.chunks(dayfly_meta::limits::CHUNK_LEN as usize).map(checksum).collect(),
-            };
-            let (path, key) = (format!("{number:04}").into_bytes(), MemberKey { source: 0, offset: number.into() });
-            let member = Member { path, key, ticket: 0, mode: 0o644, mtime_s: 0, mtime_ns: 0, kind };
-            builder.add(&member.path, &member, 1).unwrap();
-        }
-        let built = builder.finish(&|| {}).unwrap();
-        let segments = Arc::new(Segments::create(&drives, DatasetId(1)).unwrap());
-        let room = drives[0].reserve(built.len).unwrap();
-        let new = NewDataset {
-            id: DatasetId(1),
-            target: b"d".to_vec(),
-            catalog: &built.file,
-            drive: &drives[0],
-            checksum: built.checksum,
-            room,
-            segments,
-            stored_bytes: 0,
-        };
-        let dataset = new.prepare(NodeId(0), 2, &|_| None).unwrap();
+        let contents: Vec<Vec<u8>> = (0..FILES).map(|number| content(BlockId(number), len)).collect();
+        let dataset = dataset(&drives, &contents, |arrival| StoredBlock { owner: NodeId(1), arrival });
         dataset.raise_cache_threshold(ALL).unwrap();
         Self { dataset, drives, failing, len, _folder: folder }
     }
@@ -221,4 +186,36 @@ fn the_threshold_falls_with_every_step_and_reaches_zero() {
     assert!(steps < 10_000, "{steps}");
     assert_eq!(lowered_threshold(ALL, 10, 10), 0);
     assert_eq!(lowered_threshold(ALL, 10, 0), 0);
+}
+
+#[test]
+fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
+    let folder = tempfile::tempdir().unwrap();
+    let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
+    let contents: Vec<Vec<u8>> = (0..400).map(|number| content(BlockId(number), 1000)).collect();
+    // A quarter of the blocks is this node's, and is not stored.
+    let is_mine = |number: u32| number.is_multiple_of(4);
+    let block = |number| match is_mine(number) {
+        true => StoredBlock { owner: NodeId(0), arrival: NOT_STORED },
+        false => StoredBlock { owner: NodeId(1), arrival: number },
+    };
+    let dataset = dataset(&drives, &contents, block);
+    assert_eq!((dataset.owned().unstored_bytes, dataset.owned().bytes, dataset.remote_bytes()), (100_000, 0, 400_000));
+    for (room, mine, others) in
+        [(0, 0, 0), (50_000, 50, 0), (100_000, 98, 0), (102_000, 100, 0), (250_000, 100, 147), (1 << 40, 100, 300)]
+    {
+        let shares = CacheShares::that_fit(room, 100_000, 300_000);
+        let threshold = dataset.cache_threshold(shares);
+        dataset.lower_cache_threshold(0);
+        dataset.raise_cache_threshold(threshold).unwrap();
+        let chosen: Vec<u32> = (0..400).filter(|&number| dataset.should_cache(BlockId(number))).collect();
+        let count = |wanted: bool| chosen.iter().filter(|&&number| is_mine(number) == wanted).count();
+        let is_near = |found: usize, expected: usize| {
+            found.abs_diff(expected) <= 20 && (!expected.is_multiple_of(100) || found == expected)
+        };
+        assert!(is_near(count(true), mine) && is_near(count(false), others), "{room}: {} and {}", count(true), count(false));
+    }
+    // Another dataset's blocks come before blocks of other nodes, too.
+    let others = CacheShares::that_fit(100_000, 200_000, 300_000);
+    assert!(dataset.cache_threshold(others) < ALL / 4);
 }

@@ -124,9 +124,12 @@ fn faults_of_the_file_system_are_reported_and_do_not_last() {
         let folder = sources();
         let dataset = Dataset::stage_in(&[&folder.path().join(source)], &Selection::default());
         let (sample, expected) = &dataset.samples[path];
-        let files = ObservedFiles::default();
-        let reader = OriginReader::with_files(&files, 2);
-        let inject = |errors: &[Errno]| files.faults.lock().unwrap().extend(errors.iter().map(|&error| error.into()));
+        let faults: Arc<Mutex<Vec<Errno>>> = Arc::default();
+        let next = faults.clone();
+        let is_read = |call| matches!(call, SourceCall::Read { .. });
+        let files = faulty(move |call| is_read(call).then(|| next.lock().unwrap().pop().map(SourceFault::Fail)).flatten());
+        let reader = OriginReader::with_files(files, 2);
+        let inject = |errors: &[Errno]| faults.lock().unwrap().extend_from_slice(errors);
         for round in 0..2 {
             inject(&[Errno::ESTALE]);
             assert!(dataset.read(&reader, *sample).unwrap() == *expected, "{source}: a stale descriptor is opened again");
@@ -137,7 +140,7 @@ fn faults_of_the_file_system_are_reported_and_do_not_last() {
                 let error = dataset.read(&reader, *sample).unwrap_err();
                 assert!(matches!(error, OriginError::Io { .. }) && error.to_string().contains(source), "{round}: {error}");
             }
-            assert!(files.faults.lock().unwrap().is_empty(), "nothing is tried more than twice");
+            assert!(faults.lock().unwrap().is_empty(), "nothing is tried more than twice");
         }
     }
 }
@@ -148,14 +151,14 @@ fn short_reads_go_on_and_an_early_end_is_an_error() {
         let folder = sources();
         let dataset = Dataset::stage_in(&[&folder.path().join(source)], &Selection::default());
         let (sample, expected) = &dataset.samples[path];
-        let files = ObservedFiles { read_len_max: Some(777), ..ObservedFiles::default() };
-        assert!(dataset.read(&OriginReader::with_files(&files, 2), *sample).unwrap() == *expected, "{source}");
-        let files = ObservedFiles { end: Some(600), ..ObservedFiles::default() };
-        let error = dataset.read(&OriginReader::with_files(&files, 2), *sample).unwrap_err();
+        let files = faulty(|_| Some(SourceFault::Short(777)));
+        assert!(dataset.read(&OriginReader::with_files(files, 2), *sample).unwrap() == *expected, "{source}");
+        let files = faulty(|call| matches!(call, SourceCall::Read { .. }).then_some(SourceFault::Truncated(600)));
+        let error = dataset.read(&OriginReader::with_files(files.clone(), 2), *sample).unwrap_err();
         assert!(matches!(error, OriginError::ShortRead { .. }) && error.to_string().contains(source), "{error}");
         let mut bytes = [vec![0; expected.len()], vec![0; expected.len()]];
         let mut wanted: Vec<_> = bytes.iter_mut().map(|bytes| WantedBytes { sample: *sample, start: 0, bytes }).collect();
-        let reader = OriginReader::with_files(&files, 2);
+        let reader = OriginReader::with_files(files.clone(), 2);
         for result in reader.read_many(&dataset.catalog, &mut wanted) {
             assert!(matches!(result, Err(OriginError::ShortRead { .. })), "{source}: every sample of a failed read fails");
         }

@@ -163,7 +163,7 @@ mod tests {
     #[test]
     fn the_page_is_complete_and_names_are_escaped() {
         let counted = Counted { busy_ns: [5, 4, 3, 2, 1], ..Counted::default() };
-        let node = NodeShare { samples: 3, bytes: 300, left_out_bytes: 0, counted, rates: vec![100, 200] };
+        let node = NodeShare { samples: 3, bytes: 300, unstored_bytes: 0, counted, rates: vec![100, 200] };
         let mut summary = Summary { samples: 6, nodes: vec![node; 2], rate_interval_ms: 200, ..Summary::default() };
         summary.sizes = vec![1, 0, 5];
         summary.classes = vec![ClassShare { name: b"<script>&\"".to_vec(), samples: vec![1, 2] }];

@@ -191,14 +191,14 @@ impl Reporter {
             size::show(summary.catalog_bytes),
             balance
         ));
-        let left_out: u64 = summary.nodes.iter().map(|node| node.left_out_bytes).sum();
-        if left_out > 0 {
-            let stored = summary.bytes.saturating_sub(left_out);
+        let unstored: u64 = summary.nodes.iter().map(|node| node.unstored_bytes).sum();
+        if unstored > 0 {
+            let stored = summary.bytes.saturating_sub(unstored);
             mention(format_args!(
-                "{} ({:.1} %) are stored; {} were left out for lack of room and are read from their sources",
+                "{} ({:.1} %) are stored; {} found no room and are read from their sources",
                 size::show(stored),
                 stored as f64 * 100.0 / summary.bytes.max(1) as f64,
-                size::show(left_out)
+                size::show(unstored)
             ));
         }
         if summary.elapsed_ms >= BOTTLENECK_SHOWN_MS_MIN {
@@ -264,12 +264,12 @@ impl Reporter {
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
                 "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes,
-                "left_out_bytes": summary.nodes.iter().map(|node| node.left_out_bytes).sum::<u64>(), "bottleneck": summary.bottleneck().name(),
+                "unstored_bytes": summary.nodes.iter().map(|node| node.unstored_bytes).sum::<u64>(), "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);
                     value["owned_samples"] = node.samples.into();
                     value["owned_bytes"] = node.bytes.into();
-                    value["left_out_bytes"] = node.left_out_bytes.into();
+                    value["unstored_bytes"] = node.unstored_bytes.into();
                     value
                 }).collect::<Vec<_>>(),
             }),

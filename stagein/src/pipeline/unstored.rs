@@ -1,5 +1,5 @@
-//! Leaves blocks out of a dataset that does not fit. Such a block is read for its checksum only. Whoever wants it later gets it
-//! from its origin, by way of its owner.
+//! Blocks of a dataset that does not fit, which are not stored. Such a block is read for its checksums only. Whoever wants it later
+//! gets it from its origin, by way of its owner.
 
 use std::io::{self, Read};
 
@@ -14,19 +14,19 @@ use crate::StageInError;
 impl<S: Sink> Worker<S> {
     /// Returns whether a block belongs to those that are stored as long as nodes have room.
     pub(super) fn is_to_be_stored(&self, index: usize, part: u32) -> bool {
-        let Some(share) = self.stored_share.filter(|_| self.may_be_left_out(index)) else { return true };
+        let Some(share) = self.stored_share.filter(|_| self.can_be_read_again(index)) else { return true };
         share.selects(self.seed, self.group(&self.members[index].path), part)
     }
 
     /// Returns whether a member's blocks can be read again from their origin.
-    pub(super) fn may_be_left_out(&self, index: usize) -> bool {
+    pub(super) fn can_be_read_again(&self, index: usize) -> bool {
         let is_nested = |place: Place| matches!(place, Place::Nested { .. });
         let is_readable = |kind: &MemberKind| matches!(kind, MemberKind::File { place, .. } if !is_nested(*place));
         self.stored_share.is_some() && self.unit.is_readable_again && is_readable(&self.members[index].kind)
     }
 
-    /// Reads a block for its checksums, and marks it as left out.
-    pub(super) fn leave_out(
+    /// Reads a block for its checksums, and marks it as not stored.
+    pub(super) fn read_unstored(
         &mut self,
         index: usize,
         part: u32,
@@ -46,12 +46,12 @@ impl<S: Sink> Worker<S> {
             self.add_checksum(index, checksum);
             left -= len as u64;
         }
-        self.mark_left_out(index, part);
+        self.mark_unstored(index, part);
         Ok(())
     }
 
-    /// Marks a block as left out. Its owner is its first candidate, whether that node is full or not.
-    pub(super) fn mark_left_out(&mut self, index: usize, part: u32) {
+    /// Marks a block as not stored. Its owner is its first candidate, whether that node is full or not.
+    pub(super) fn mark_unstored(&mut self, index: usize, part: u32) {
         let owner = self.placement.owner(self.group(&self.members[index].path), part, &NodeSet::new());
         // A session has at least one node.
         let Some(owner) = owner else { return };

@@ -62,7 +62,7 @@ fn a_share_of_the_blocks_is_stored_and_all_have_their_checksums() {
 }
 
 #[test]
-fn blocks_that_find_no_room_are_left_out_if_they_can_be_read_again() {
+fn blocks_that_find_no_room_stay_unstored_if_they_can_be_read_again() {
     let folder = tempfile::tempdir().unwrap();
     make_sources(folder.path());
     let room = [3 << 20, 20 << 20, 1 << 10];

@@ -1,0 +1,53 @@
+//! A dataset for tests, without a session.
+
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::Arc;
+
+use dayfly_meta::catalog::member::{MemberKey, MemberKind, StoredBlock};
+use dayfly_meta::catalog::{About, CatalogBuilder, Compression, Member, Place, Source, SourceKind, Version};
+use dayfly_meta::checksum::checksum;
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::CHUNK_LEN;
+
+use super::{Dataset, Drive, NewDataset, Segments};
+
+/// Prepares a dataset, on node 0 of two, whose samples have these contents and one block each. In their source `/a.tar`, they lie
+/// one after another. `block` says where each block is.
+pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl Fn(u32) -> StoredBlock) -> Dataset {
+    let source = Source {
+        path: b"/a.tar".to_vec(),
+        prefix: Vec::new(),
+        kind: SourceKind::Tar,
+        compression: Compression::None,
+        version: Version { size: 1 << 40, ..Version::default() },
+        inode: 0,
+    };
+    let about = About { capacities: vec![1; 2], ..About::default() };
+    let mut builder = CatalogBuilder::new(&tempfile::tempfile, about, &[source]).unwrap();
+    let mut offset = 512;
+    for (number, bytes) in (0..).zip(contents) {
+        let kind = MemberKind::File {
+            size: bytes.len() as u64,
+            place: Place::Bytes { offset },
+            blocks: vec![block(number)],
+            checksums: bytes.chunks(CHUNK_LEN as usize).map(checksum).collect(),
+        };
+        offset += bytes.len() as u64;
+        let (path, key) = (format!("{number:04}").into_bytes(), MemberKey { source: 0, offset: number.into() });
+        let member = Member { path, key, ticket: 0, mode: 0o644, mtime_s: 0, mtime_ns: 0, kind };
+        builder.add(&member.path, &member, 1).unwrap();
+    }
+    let built = builder.finish(&|| {}).unwrap();
+    let new = NewDataset {
+        id: DatasetId(1),
+        target: b"d".to_vec(),
+        catalog: &built.file,
+        drive: &drives[0],
+        checksum: built.checksum,
+        room: drives[0].reserve(built.len).unwrap(),
+        segments: Arc::new(Segments::create(drives, DatasetId(1)).unwrap()),
+        stored_bytes: 0,
+    };
+    new.prepare(NodeId(0), 2, &|_| None).unwrap()
+}
