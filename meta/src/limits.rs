@@ -228,6 +228,10 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// Paths of a tree that a plan asks the file system about at the same time, each on a thread.
+pub const STAT_THREADS: usize = 16;
+/// Paths that these threads share before the plan goes on.
+pub const STAT_BATCH_LEN: usize = 512;
 /// Compressed tars that a plan looks into, to learn what they unpack to.
 pub const COMPRESSED_LOOKS_MAX: usize = 1000;
 /// Bytes at the beginning of a compressed tar that a plan decodes. A block of lz4 has up to 4 MiB.
