@@ -135,6 +135,8 @@ fn the_share_that_is_stored_is_told_before_and_after() {
 /// SEMANTICS: "With `--require-fit`, `stage-in` fails before it reads if not everything fits."
 /// SEMANTICS: "Samples in compressed tars, and in archives within archives, must fit. A stage-in that finds no room for them fails,
 /// and nothing of it is visible."
+/// SEMANTICS: "If compressed tars tell their unpacked size (gzip up to 4 GiB, zstd, xz and lz4, if their writers stated it), a stage-in
+/// that cannot fit fails before it reads."
 fn what_must_be_stored_and_does_not_fit_is_refused() {
     let (ground, lens) = (Ground::new(), vec![20_000; 2000]);
     make_files(&ground.at("tree"), &lens);
@@ -150,9 +152,13 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
             assert!(message.contains(words), "{words}: {message}");
         }
     }
-    for arguments in [&["a.tar.gz"][..], &["--nested", "outer.tar"]] {
+    for (arguments, words) in
+        [(&["a.tar.gz"][..], "the sources take at least"), (&["--nested", "outer.tar"], "no node has room left for")]
+    {
         let message = cluster.fails(1, &[&["stage-in"], arguments, &["/dayfly/d"]].concat());
-        assert!(message.contains("--capacity") && message.contains("free (node 0: "), "{message}");
+        for words in [words, "--capacity", "free (node 0: ", "samples of compressed tars"] {
+            assert!(message.contains(words), "{words}: {message}");
+        }
     }
     assert_eq!(cluster.ok(&["ls"]), "");
     wait_until("the space is free again", || cluster.used_bytes() == 0);
@@ -257,7 +263,8 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_sto
         }
         views.iter().for_each(|view| all_are_right(&stored, view));
         let injected: usize = tracers.iter_mut().map(Tracer::end).sum();
-        assert!(injected >= 6 * dayfly_meta::limits::ORIGIN_ATTEMPTS_MAX as usize, "{injected} reads failed");
+        // The first read on a node is repeated. The others are not, because the source is known to fail.
+        assert!(injected >= 5 + dayfly_meta::limits::ORIGIN_ATTEMPTS_MAX as usize, "{injected} reads failed");
     }
     assert_eq!(origins(&cluster, "failures"), 12);
     views.iter().for_each(|view| all_are_right(&unstored, view));

@@ -154,6 +154,26 @@ pub const RESERVATION_STEP: u64 = 16 << 20;
 /// [`HEADROOM_MAX`] bytes. A stage-in uses this room for catalogs and runs, which it writes in
 /// addition to blocks.
 pub const HEADROOM_SHARE: u64 = 16;
+/// The part of a drive's capacity that the blocks of a stage-in which does not fit leave to the catalogs
+/// of later stage-ins: 1 / `CATALOGS_SHARE`, but at least [`CATALOGS_LEN_MIN`] and at most
+/// [`CATALOGS_LEN_MAX`] bytes.
+pub const CATALOGS_SHARE: u64 = 64;
+/// Lower bound on this part in bytes, except on tiny drives; see [`CATALOGS_SHARE`].
+pub const CATALOGS_LEN_MIN: u64 = 1 << 20;
+/// Upper bound on this part in bytes; see [`CATALOGS_SHARE`].
+pub const CATALOGS_LEN_MAX: u64 = 64 << 20;
+/// Returns the bytes that such blocks leave free on a drive, or on all drives of a node, of this capacity.
+pub const fn left_for_catalogs(capacity: u64) -> u64 {
+    let least = if capacity / 16 < CATALOGS_LEN_MIN { capacity / 16 } else { CATALOGS_LEN_MIN };
+    let share = capacity / CATALOGS_SHARE;
+    if share < least {
+        least
+    } else if share > CATALOGS_LEN_MAX {
+        CATALOGS_LEN_MAX
+    } else {
+        share
+    }
+}
 /// Upper bound on the headroom in bytes; see [`HEADROOM_SHARE`].
 pub const HEADROOM_MAX: u64 = 256 << 20;
 /// Bytes of a stage-in that may be on their way to one drive. With more, the stage-in waits for the
@@ -208,6 +228,18 @@ pub const SMALL_UNITS_MAX: usize = 128;
 /// about its names.
 pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
+/// Paths of a tree that a plan asks the file system about at the same time, each on a thread.
+pub const STAT_THREADS: usize = 16;
+/// Paths that these threads share before the plan goes on.
+pub const STAT_BATCH_LEN: usize = 512;
+/// Compressed tars that a plan looks into, to learn what they unpack to.
+pub const COMPRESSED_LOOKS_MAX: usize = 1000;
+/// Bytes at the beginning of a compressed tar that a plan decodes. A block of lz4 has up to 4 MiB.
+pub const COMPRESSED_HEAD_LEN: u64 = 8 << 20;
+/// Skippable frames at the beginning of one zstd file that a plan passes over.
+pub const COMPRESSED_FRAMES_MAX: usize = 16;
+/// Length of the index of an xz file that a plan reads.
+pub const XZ_INDEX_LEN_MAX: u64 = 4 << 20;
 /// Windows in which a plan looks for headers, to estimate what plain tars contain.
 pub const TAR_WINDOWS_MAX: u64 = 64;
 /// Length of such a window.
@@ -225,6 +257,10 @@ pub const PFS_STREAMS_MAX: u16 = 256;
 pub const MISSING_REASONS_MAX: usize = 32;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
+/// For how long reads of a source are not repeated after all attempts of one read have failed.
+pub const ORIGIN_FAILING: Duration = Duration::from_secs(2);
+/// Sources whose state a node remembers, besides those that are being read.
+pub const ORIGIN_SOURCES_MAX: usize = 4096;
 /// How long to wait before such a read is made for the second time.
 pub const ORIGIN_PAUSE: Duration = Duration::from_millis(50);
 /// How many times longer each further wait is.

@@ -10,7 +10,7 @@ const ALL: u64 = 1 << 32;
 const SEED: u64 = 0x570_4ed5_4a4e_0a17;
 
 /// The share of blocks that are stored.
-#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct StoredShare {
     /// Blocks whose hash is below this are stored.
     threshold: u64,
@@ -19,6 +19,8 @@ pub struct StoredShare {
 impl StoredShare {
     /// Every block is stored.
     pub const ALL: Self = Self { threshold: ALL };
+    /// Every block that fits is stored, but perhaps not all fit.
+    pub const NEARLY_ALL: Self = Self { threshold: ALL - 1 };
 
     /// Returns the share of `bytes` that fits into `room` bytes.
     pub fn that_fits(room: u64, bytes: u64) -> Self {

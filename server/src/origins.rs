@@ -4,19 +4,24 @@
 //!
 //! - All bytes are verified before anyone gets them.
 //! - A bounded number of reads is under way at a time, those included that nobody waits for any more: a file system that hangs
-//!   must not take all threads.
+//!   must not take all threads. One source cannot have all of them, so that a source that hangs does not stop the reads of others.
 //! - Every wait ends at the deadline. A buffer comes back only when nothing writes to it any more.
 //! - A read that the file system fails is repeated a few times, each time after a longer pause. During a pause it counts as
 //!   under way no longer.
 
+use std::collections::HashMap;
+use std::io;
 use std::ops::DerefMut;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_FILES_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH};
+use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::{
+    BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_FAILING, ORIGIN_FILES_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH, ORIGIN_SOURCES_MAX,
+};
 use dayfly_meta::path::display;
 use dayfly_meta::wire::status::OriginStatus;
 use dayfly_stagein::origin::{OriginError, OriginReader, SamplePart, SharedFiles, WantedBytes, is_readable, neighbors};
@@ -53,7 +58,11 @@ impl OriginFailure {
 
     /// Returns whether the file system may succeed a moment later.
     fn is_transient(&self) -> bool {
-        matches!(self, Self::Source(error) if matches!(**error, OriginError::Io { .. } | OriginError::ShortRead { .. }))
+        let Self::Source(error) = self else { return false };
+        match &**error {
+            OriginError::Io { error, .. } => error.kind() != io::ErrorKind::PermissionDenied,
+            error => matches!(error, OriginError::ShortRead { .. }),
+        }
     }
 }
 
@@ -62,10 +71,31 @@ type Group<B> = Vec<(usize, Chunk, B)>;
 /// What became of chunks, each with its index in the request.
 pub(crate) type ReadChunks<B> = Vec<(usize, Result<B, OriginFailure>)>;
 
+/// What is known about one source.
+struct SourceState {
+    /// The reads of this source that may be under way.
+    streams: Arc<Semaphore>,
+    /// Until then, reads are not repeated: the source has just failed several times in a row.
+    failing_until: Mutex<Option<Instant>>,
+}
+
+impl SourceState {
+    fn is_failing(&self) -> bool {
+        self.failing_until.lock().unwrap_or_else(PoisonError::into_inner).is_some_and(|until| Instant::now() < until)
+    }
+
+    fn set_failing(&self, until: Option<Instant>) {
+        *self.failing_until.lock().unwrap_or_else(PoisonError::into_inner) = until;
+    }
+}
+
 /// Reads chunks from their origins.
 pub(crate) struct Origins {
     reader: Arc<OriginReader<SharedFiles>>,
     streams: Arc<Semaphore>,
+    /// How many of them one source may have.
+    streams_per_source: usize,
+    sources: Mutex<HashMap<(DatasetId, u32), Arc<SourceState>>>,
     blocking: Arc<dyn Blocking>,
     timeout: Duration,
     reads: ReadCounter,
@@ -79,6 +109,8 @@ impl Origins {
         Self {
             reader: Arc::new(OriginReader::with_files(files, ORIGIN_FILES_MAX)),
             streams: Arc::new(Semaphore::new(streams)),
+            streams_per_source: (streams - streams / 8).min(streams.saturating_sub(1)).max(1),
+            sources: Mutex::default(),
             blocking,
             timeout,
             reads: ReadCounter::default(),
@@ -122,9 +154,11 @@ impl Origins {
     {
         let mut done = ReadChunks::with_capacity(group.len());
         let mut pause = ORIGIN_PAUSE;
-        for attempts_left in (0..ORIGIN_ATTEMPTS_MAX).rev() {
+        let Some(source) = group.first().map(|(_, chunk, _)| self.source(&dataset, *chunk)) else { return done };
+        let attempts = if source.is_failing() { 1 } else { ORIGIN_ATTEMPTS_MAX };
+        for attempts_left in (0..attempts).rev() {
             let indexes: Vec<(usize, Chunk)> = group.iter().map(|(index, chunk, _)| (*index, *chunk)).collect();
-            let attempt = timeout_at(deadline, self.attempt(&dataset, std::mem::take(&mut group))).await;
+            let attempt = timeout_at(deadline, self.attempt(&dataset, &source, std::mem::take(&mut group))).await;
             let read = match attempt {
                 Ok(Ok(read)) => read,
                 Ok(Err(lost)) => return self.fail_all(&dataset, done, indexes, |_| lost.clone().into()),
@@ -137,12 +171,16 @@ impl Origins {
                 match result {
                     Ok(()) => {
                         self.reads.add(1, buffer.len() as u64);
+                        source.set_failing(None);
                         done.push((index, Ok(buffer)));
                     }
                     Err(error) if error.is_transient() && attempts_left > 0 && Instant::now() + pause < deadline => {
                         group.push((index, chunk, buffer));
                     }
                     Err(error) => {
+                        if error.is_transient() {
+                            source.set_failing(Some(Instant::now() + ORIGIN_FAILING));
+                        }
                         self.note_failure(&dataset, chunk, &error);
                         done.push((index, Err(error)));
                     }
@@ -157,22 +195,40 @@ impl Origins {
         done
     }
 
+    /// Returns the state of a chunk's source.
+    fn source(&self, dataset: &Dataset, chunk: Chunk) -> Arc<SourceState> {
+        let catalog = dataset.catalog();
+        let origin = catalog.block(chunk.block).and_then(|(sample, _)| catalog.origin(sample));
+        let key = (dataset.id(), origin.map_or(u32::MAX, |origin| origin.source));
+        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        if sources.len() >= ORIGIN_SOURCES_MAX {
+            sources.retain(|_, source| Arc::strong_count(source) > 1);
+        }
+        let new = || {
+            let streams = Arc::new(Semaphore::new(self.streams_per_source));
+            Arc::new(SourceState { streams, failing_until: Mutex::default() })
+        };
+        sources.entry(key).or_insert_with(new).clone()
+    }
+
     /// Reads a group once. Returns each chunk with its buffer and result.
     async fn attempt<B>(
         &self,
         dataset: &Arc<Dataset>,
+        source: &Arc<SourceState>,
         mut group: Group<B>,
     ) -> Result<Vec<(usize, Chunk, B, Result<(), OriginFailure>)>, JobLost>
     where
         B: DerefMut<Target = [u8]> + Send + 'static,
     {
-        // Nothing closes the semaphore.
+        // Nothing closes the semaphores. The state must not be forgotten while a read of its source is under way.
+        let of_source = (source.streams.clone().acquire_owned().await.map_err(|_| JobLost)?, source.clone());
         let permit = self.streams.clone().acquire_owned().await.map_err(|_| JobLost)?;
         self.operations.fetch_add(1, Ordering::Relaxed);
         let (reader, dataset) = (self.reader.clone(), dataset.clone());
         let reading = self.blocking.run(move || {
             let results = read(&reader, &dataset, &mut group);
-            drop(permit);
+            drop((permit, of_source));
             let with_result = |((index, chunk, buffer), result)| (index, chunk, buffer, result);
             group.into_iter().zip(results).map(with_result).collect()
         });

@@ -118,11 +118,8 @@ impl NodeStageIns {
         // Creates files, so it must not run on a runtime thread.
         self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
         self.context.room.pause_caching();
-        let stage_in = self.get(number)?;
-        if stage_in.is_partial() {
-            // The blocks will take all room that is left, so the catalog gets its room before them.
-            stage_in.reserve_room_for_catalog(expected_files).await;
-        }
+        // Blocks may take all room that is left, so the catalog gets its room before them.
+        self.get(number)?.reserve_room_for_catalog(expected_files).await;
         Ok(())
     }
 

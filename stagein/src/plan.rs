@@ -8,9 +8,10 @@
 //! [`check_sources`] quickly finds most errors of a plan before anything is started.
 //!
 //! Planning reads directories, central directories of zips and some tar headers, but no data.
-//! [`sample_tars`] looks into plain tars to estimate what they contain.
+//! [`sample_tars`] and [`sample_compressed`] look into tars to estimate what they contain.
 
 mod activity;
+mod compressed_samples;
 mod glob;
 mod planner;
 mod preflight;
@@ -26,6 +27,7 @@ use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::Rivalry;
 
 use activity::PlanActivity;
+pub use compressed_samples::{CompressedSamples, sample_compressed};
 use planner::Planner;
 pub use preflight::check_sources;
 pub use tar_samples::{TarSamples, sample_tars};
@@ -69,10 +71,8 @@ pub struct UnpackedSizes {
     pub readable_bytes_max: u64,
     /// Number of members of zips.
     pub zip_members: u64,
-    /// Bytes of the samples in compressed tars that tell their unpacked size.
-    pub unreadable_bytes_min: u64,
-    /// Length of the compressed tars that do not.
-    pub untold_bytes: u64,
+    /// Length of the compressed tars.
+    pub compressed_bytes: u64,
 }
 
 /// A plain tar that is split into ranges.

@@ -35,7 +35,7 @@ pub(crate) enum CoordinatorError {
     #[error(
         "the sources take at least {}, and all nodes together have {} free ({}); {}{MORE_ROOM}",
         show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free),
-        if *can_be_left { LEAVE } else { "" }
+        if *can_be_left { LEAVE } else { UNPACK }
     )]
     NotEnoughRoom { needed: u64, free: Vec<u64>, can_be_left: bool },
     #[error(
@@ -45,7 +45,7 @@ pub(crate) enum CoordinatorError {
     NoCatalogRoom { needed: u64, node: usize, free: u64 },
     /// A node found no room on any node. `free` is from the start of the stage-in.
     #[error(
-        "{cause}; {} were stored, and all nodes together had {} free ({}); {MORE_ROOM}",
+        "{cause}; {} were stored, and all nodes together had {} free ({}); {UNPACK}{MORE_ROOM}",
         show_bytes(*stored), show_bytes(free.iter().sum()), by_node(free)
     )]
     NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64> },
@@ -95,6 +95,9 @@ pub(crate) enum CoordinatorError {
 /// What to do if nodes are full.
 const MORE_ROOM: &str =
     "start the session on more nodes, allow more with --capacity, add drives with --data-dir, or stage in less";
+/// What else to do if samples must be stored.
+const UNPACK: &str = "samples of compressed tars and of archives within archives must be stored, while those of plain tars, zips and \
+                      directories can be left where they are; ";
 /// What else to do if the samples that do not fit can be left on the parallel file system.
 const LEAVE: &str = "without --require-fit, a part is stored and the rest is read from the sources; or ";
 /// The most nodes whose free bytes a message shows.

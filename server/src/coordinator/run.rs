@@ -6,7 +6,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
-use dayfly_meta::limits::DATASETS_MAX;
+use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, DATASETS_MAX};
 use dayfly_meta::path::{display, is_normal, join};
 use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, NodeStageInRequest};
@@ -28,6 +28,8 @@ use crate::peers::PeerError;
 use crate::stage_in::name_drive;
 use crate::store::Drive;
 
+/// Bytes that a file takes at least in a tar.
+const TAR_HEADER_LEN: u64 = 512;
 /// Bytes that an entry takes in the catalog, in addition to its name.
 const CATALOG_ENTRY_LEN: u64 = 88;
 
@@ -220,7 +222,7 @@ async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, Coordinator
     join_all(asking).await.into_iter().collect()
 }
 
-/// Decides what share of the samples is stored. Looks into plain tars only if their lengths do not decide.
+/// Decides what share of the samples is stored. Looks into tars only if their lengths do not decide.
 async fn judge_fit(
     context: &CoordinatorContext,
     request: &StageInRequest,
@@ -229,32 +231,39 @@ async fn judge_fit(
     monitor: Arc<ProgressMonitor>,
 ) -> Result<Fit, CoordinatorError> {
     let sizes = plan.sizes;
-    let amounts = Amounts {
+    let at_most = Amounts {
         files: plan.known_files + sizes.zip_members,
         readable_bytes: sizes.readable_bytes_max,
-        unreadable_bytes: sizes.unreadable_bytes_min,
-        untold_bytes: sizes.untold_bytes,
+        unreadable_bytes: 0,
+        untold_bytes: sizes.compressed_bytes,
     };
-    let at_most = Fit::of(amounts, free, false)?;
-    if at_most.partial.is_none() {
-        return Fit::of(amounts, free, request.require_fit);
+    let of_tars = |is_plain: bool| plan.sources.iter().filter(move |source| is_tar(source, is_plain)).cloned();
+    let (plain, compressed): (Vec<Source>, Vec<Source>) = (of_tars(true).collect(), of_tars(false).collect());
+    let plain_len: u64 = plain.iter().map(|source| source.version.size).sum();
+    let unpacked_len = plain_len.saturating_add(sizes.compressed_bytes.saturating_mul(ARCHIVE_GROWTH_GUESS));
+    // At worst, a tar is full of empty files.
+    let most_files = Amounts { files: at_most.files.saturating_add(unpacked_len / TAR_HEADER_LEN), ..at_most };
+    if most_files.surely_fit(free) {
+        return Fit::of(at_most, free, request.require_fit);
     }
-    let tars: Vec<Source> = plan.sources.iter().filter(|source| is_plain_tar(source)).cloned().collect();
-    let tars_len: u64 = tars.iter().map(|source| source.version.size).sum();
     let selection = request.selection.clone();
-    let sampling = context.blocking.run(move || plan::sample_tars(&tars, &selection, &monitor));
-    // The number of files is only roughly known, and blocks must not take the catalog's room.
-    let in_tars = sampling.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))?;
+    let sampling = context.blocking.run(move || {
+        Ok((plan::sample_tars(&plain, &selection, &monitor)?, plan::sample_compressed(&compressed, &selection, &monitor)?))
+    });
+    let on_coordinator = |error: StageInError| CoordinatorError::on_node(&context.peers, COORDINATOR, error);
+    let (in_plain, in_compressed) = sampling.await?.map_err(on_coordinator)?;
     let amounts = Amounts {
-        files: amounts.files + in_tars.files * 2,
-        readable_bytes: amounts.readable_bytes.saturating_sub(tars_len).saturating_add(in_tars.bytes),
-        ..amounts
+        // The number of files in tars is only roughly known, and blocks must not take the catalog's room.
+        files: at_most.files + if in_plain.seen < 1000 { in_plain.files * 2 } else { in_plain.files / 4 * 5 },
+        readable_bytes: at_most.readable_bytes.saturating_sub(plain_len).saturating_add(in_plain.bytes),
+        unreadable_bytes: in_compressed.told_bytes,
+        untold_bytes: in_compressed.untold_bytes,
     };
     Fit::of(amounts, free, request.require_fit)
 }
 
-fn is_plain_tar(source: &Source) -> bool {
-    source.kind == SourceKind::Tar && source.compression == Compression::None
+fn is_tar(source: &Source, is_plain: bool) -> bool {
+    source.kind == SourceKind::Tar && (source.compression == Compression::None) == is_plain
 }
 
 fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) -> StageInEstimate {

@@ -111,12 +111,14 @@ impl Fetcher {
         let chunks: Vec<Chunk> = new.iter().map(|(chunk, _)| *chunk).collect();
         let buffers = chunks.iter().map(|&chunk| vec![0; chunk_len(dataset, chunk)]).collect();
         let mut reading: FuturesUnordered<_> = self.origins.read(dataset, &chunks, buffers).into_iter().collect();
-        let mut unclaimed = Vec::new();
+        let (start, mut unclaimed) = (Instant::now(), Vec::new());
         while let Some(part) = reading.next().await {
             for (number, result) in part {
                 let (chunk, sender) = &new[number];
-                // Whoever asks after a failure tries again. One receiver is in the table.
-                let is_kept = result.is_ok() && sender.receiver_count() == 1;
+                // One receiver is in the table. If a peer waits now, another one may be about to ask again, unless the read was quick.
+                // Whoever asks after a failure tries again.
+                let is_wanted_again = sender.receiver_count() == 1 || start.elapsed() > self.peers.deadlines().request / 4;
+                let is_kept = result.is_ok() && is_wanted_again;
                 sender.send_replace(Some(result.map(Arc::new)));
                 if is_kept {
                     unclaimed.push(*chunk);

@@ -199,7 +199,8 @@ async fn each_fault_gives_the_right_bytes_or_a_clear_error_and_then_it_recovers(
 /// SEMANTICS: "A server has at most `--pfs-streams` reads of sources under way at a time, even if readers have given up."
 #[tokio::test(flavor = "multi_thread")]
 async fn a_bounded_number_of_reads_is_under_way_even_if_readers_gave_up() {
-    let fixture = Fixture::new(2, Duration::from_secs(60));
+    // One source has one stream less.
+    let fixture = Fixture::new(3, Duration::from_secs(60));
     fixture.files.set(&[Fault::Stall(Duration::from_millis(20))]);
     // No two of these blocks are worth a common read.
     let blocks: Vec<u32> = (0..48).step_by(4).collect();

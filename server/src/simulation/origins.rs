@@ -310,7 +310,8 @@ fn a_file_system_that_hangs_gets_no_more_reads_than_the_user_allows_and_all_read
                     assert!(failed.len() == 1 && failed[0].contains("did not answer within 100 s"), "{failed:?}");
                 }
             }
-            assert_eq!(world.pfs.under_way_max(), pfs_streams);
+            // All files are in one source, which cannot have all streams.
+            assert_eq!(world.pfs.under_way_max(), (pfs_streams - 1).max(1));
             let calls: usize = world.pfs.nodes.lock().unwrap().values().map(|files| files.take_calls().len()).sum();
             assert!(calls <= usize::from(NODES) * pfs_streams, "{calls} calls");
             sleep(end.saturating_duration_since(Instant::now())).await;

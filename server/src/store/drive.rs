@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use dayfly_meta::limits::{DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE};
+use dayfly_meta::limits::{DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE, left_for_catalogs};
 use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
@@ -160,6 +160,11 @@ impl Drive {
         self.protected_headroom.load(Ordering::Relaxed)
     }
 
+    /// Returns the part of the capacity that blocks must leave free now, for catalogs.
+    pub(super) fn left_for_catalogs(&self) -> u64 {
+        if self.protected_headroom() == 0 { 0 } else { left_for_catalogs(self.share) }
+    }
+
     fn headroom(&self) -> u64 {
         (self.share / HEADROOM_SHARE).min(HEADROOM_MAX)
     }
@@ -195,7 +200,12 @@ impl Reservation {
 
     /// Reserves more room. If there is not enough, reserves nothing and returns `false`.
     pub(crate) fn grow(&mut self, bytes: u64) -> bool {
-        let capacity = self.drive.capacity();
+        self.grow_leaving(bytes, 0)
+    }
+
+    /// Like [`Self::grow`], but leaves `left` bytes of the drive's capacity free.
+    pub(super) fn grow_leaving(&mut self, bytes: u64, left: u64) -> bool {
+        let capacity = self.drive.capacity().saturating_sub(left);
         let fits = |used: u64| used.checked_add(bytes).filter(|&used| used <= capacity);
         let taken = self.drive.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).is_ok();
         self.bytes += if taken { bytes } else { 0 };

@@ -343,7 +343,8 @@ impl Segment {
 
     fn reserve(&self, len: u64) -> io::Result<bool> {
         let mut room = self.room();
-        if !room.reservation.as_mut().is_some_and(|reservation| reservation.grow(len)) {
+        let left = self.drive.left_for_catalogs();
+        if !room.reservation.as_mut().is_some_and(|reservation| reservation.grow_leaving(len, left)) {
             return Ok(false);
         }
         let needed = (room.end + room.reserved).saturating_add(len);

@@ -13,6 +13,7 @@ use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
 use dayfly_meta::path::{display, group};
+use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::control::{Grouping, Step};
 use dayfly_meta::wire::peer::{Rival, ShippedBlock};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -81,7 +82,7 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
-        let Some(owner) = self.owner(index, part)? else {
+        let Some(owner) = self.owner(index, part, &self.full)? else {
             return self.read_unstored(index, part, len as u64, data, read_error);
         };
         let checksum = self.append(owner, (index, part), len, &mut |space| {
@@ -100,8 +101,10 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
+        // A node without room for this block may have room for smaller ones.
+        let mut full = self.full;
         let (owner, arrival) = loop {
-            let Some(owner) = self.owner(index, part)? else {
+            let Some(owner) = self.owner(index, part, &full)? else {
                 return self.read_unstored(index, part, block_len, data, read_error);
             };
             let rival = self.rival(index, part);
@@ -109,7 +112,7 @@ impl<S: Sink> Worker<S> {
             if let Some(arrival) = reserved? {
                 break (owner, arrival);
             }
-            self.full.insert(owner);
+            full.insert(owner);
         };
         let mut chunk_checksum = 0;
         let mut offset = 0;
@@ -132,10 +135,10 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
-    /// Returns the node that is to store a block; `None` if all nodes are full and the block can be read again.
-    fn owner(&self, index: usize, part: u32) -> Result<Option<NodeId>, StageInError> {
+    /// Returns the node that is to store a block; `None` if all nodes are `full` and the block can be read again.
+    fn owner(&self, index: usize, part: u32, full: &NodeSet) -> Result<Option<NodeId>, StageInError> {
         let path = &self.members[index].path;
-        match self.placement.owner(self.group(path), part, &self.full) {
+        match self.placement.owner(self.group(path), part, full) {
             None if !self.can_be_read_again(index) => {
                 let size = if let MemberKind::File { size, .. } = self.members[index].kind { size } else { 0 };
                 Err(StageInError::NoRoom { sample: display(path), size })
@@ -295,7 +298,7 @@ impl<S: Sink> Worker<S> {
                 return Err(StageInError::Cancelled);
             }
             for ((index, part), block, bytes) in batch.iter() {
-                let Some(owner) = self.owner(index, part)? else {
+                let Some(owner) = self.owner(index, part, &self.full)? else {
                     self.mark_unstored(index, part);
                     continue;
                 };

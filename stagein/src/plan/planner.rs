@@ -123,7 +123,7 @@ impl<'a> Planner<'a> {
             match compression {
                 Compression::None if kind == SourceKind::Zip => {}
                 Compression::None => self.plan.sizes.readable_bytes_max += metadata.len(),
-                _ => self.plan.sizes.untold_bytes += metadata.len(),
+                _ => self.plan.sizes.compressed_bytes += metadata.len(),
             }
             return match (kind, compression) {
                 (SourceKind::Zip, _) => self.plan_zip(source, path, &prefix, metadata),

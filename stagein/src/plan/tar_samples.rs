@@ -25,6 +25,8 @@ pub struct TarSamples {
     pub files: u64,
     /// The total size of these samples, in bytes.
     pub bytes: u64,
+    /// How many samples were seen. The more there were, the better is the estimate.
+    pub seen: u64,
 }
 
 /// The members that were seen in the windows.
@@ -66,7 +68,8 @@ pub fn sample_tars(tars: &[Source], selection: &Selection, monitor: &ProgressMon
     let scaled = |seen_part: u64, without: u64| {
         (u128::from(total) * u128::from(seen_part)).checked_div(seen.span.into()).map_or(without, |scaled| scaled as u64)
     };
-    Ok(TarSamples { files: scaled(seen.taken.files, tars.len() as u64), bytes: scaled(seen.taken.bytes, total).min(total) })
+    let (files, bytes) = (scaled(seen.taken.files, tars.len() as u64), scaled(seen.taken.bytes, total).min(total));
+    Ok(TarSamples { files, bytes, seen: seen.taken.files })
 }
 
 /// Counts the members whose headers begin in the window at `start`.

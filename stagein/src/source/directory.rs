@@ -8,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::PATH_LEN_MAX;
+use dayfly_meta::limits::{PATH_LEN_MAX, STAT_BATCH_LEN, STAT_THREADS};
 use dayfly_meta::path::join;
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind};
 
@@ -43,10 +43,15 @@ pub(crate) fn walk(
     let mut number = 0;
     let mut links = Links::new();
     // This is an explicit stack, so that a deep tree does not overflow the thread's stack.
-    let mut waiting = vec![(root.to_owned(), Vec::new())];
-    while let Some((path, name)) = waiting.pop() {
-        check_in(&path)?;
-        let metadata = match fs::symlink_metadata(&path) {
+    let mut waiting = vec![Waiting { path: root.to_owned(), name: Vec::new(), metadata: None }];
+    while let Some(next) = waiting.last() {
+        check_in(&next.path)?;
+        if next.metadata.is_none() {
+            examine_last(&mut waiting);
+        }
+        let Some(Waiting { path, name, metadata }) = waiting.pop() else { break };
+        let metadata = metadata.unwrap_or_else(|| fs::symlink_metadata(&path));
+        let metadata = match metadata {
             Ok(metadata) => metadata,
             Err(error) => {
                 visit(WalkItem::Unreadable(unreadable(&path, error)))?;
@@ -79,12 +84,44 @@ pub(crate) fn walk(
                     continue;
                 }
             };
-            waiting.extend(
-                names.into_iter().rev().map(|child| (path.join(std::ffi::OsStr::from_bytes(&child)), join(&name, &child))),
-            );
+            waiting.extend(names.into_iter().rev().map(|child| Waiting {
+                path: path.join(std::ffi::OsStr::from_bytes(&child)),
+                name: join(&name, &child),
+                metadata: None,
+            }));
         }
     }
     Ok(())
+}
+
+/// A path that the walk has not visited yet.
+struct Waiting {
+    path: PathBuf,
+    /// The path below the root.
+    name: Vec<u8>,
+    /// What the file system says about it, once it has been asked.
+    metadata: Option<io::Result<Metadata>>,
+}
+
+/// Asks the file system about the paths that come next, several at a time: a parallel file system answers each question late, but
+/// many at once.
+fn examine_last(waiting: &mut [Waiting]) {
+    let first = waiting.len().saturating_sub(STAT_BATCH_LEN);
+    let unknown: Vec<&mut Waiting> = waiting[first..].iter_mut().filter(|next| next.metadata.is_none()).collect();
+    let mut parts: Vec<Vec<&mut Waiting>> = (0..STAT_THREADS).map(|_| Vec::new()).collect();
+    unknown.into_iter().enumerate().for_each(|(number, next)| parts[number % STAT_THREADS].push(next));
+    std::thread::scope(|scope| {
+        for part in parts.into_iter().filter(|part| !part.is_empty()) {
+            // If no thread can be had, the paths are examined one by one when their turn comes.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || part.into_iter().for_each(Waiting::examine));
+        }
+    });
+}
+
+impl Waiting {
+    fn examine(&mut self) {
+        self.metadata = Some(fs::symlink_metadata(&self.path));
+    }
 }
 
 /// Returns the subdirectories of a directory, sorted. They become the roots of trees when a
