@@ -19,6 +19,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Compression;
+use dayfly_meta::limits::XZ_INDEX_LEN_MAX;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::frames::{Content, FrameScanner};
@@ -32,9 +33,6 @@ const READS_MAX: u32 = 256;
 /// a look at its blocks, if its content is longer than this. Otherwise a large file would cost one
 /// read for each block, only to learn that nothing follows.
 const CHECKED_CONTENT_MAX: u64 = 8 << 20;
-/// The longest index of an xz stream, or seek table of a zstd file, that is read. An index of this
-/// length describes some 500,000 blocks.
-const INDEX_LEN_MAX: u64 = 4 << 20;
 
 /// How many bytes a compressed file unpacks to, as far as it tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -100,7 +98,7 @@ struct Reader<'a> {
 
 impl Reader<'_> {
     /// Returns `len` bytes at `offset`, or `None` if they cannot be read or too many reads were
-    /// made. `len` is at most [`INDEX_LEN_MAX`].
+    /// made. `len` is at most [`XZ_INDEX_LEN_MAX`].
     fn at(&mut self, offset: u64, len: u64) -> Result<Option<&[u8]>, StageInError> {
         let Some(end) = offset.checked_add(len).filter(|&end| end <= self.len) else { return Ok(None) };
         if !self.holds(offset, end) {
@@ -191,7 +189,7 @@ impl Reader<'_> {
         let Some([a, b, c, d, descriptor, magic @ ..]) = self.array_at::<9>(at)? else { return Ok(None) };
         let entry_len = if descriptor & 0x80 == 0 { 8 } else { 12 };
         let table_len = u64::from(u32::from_le_bytes([a, b, c, d])) * entry_len;
-        let Some(start) = at.checked_sub(table_len + 8).filter(|_| magic == MAGIC && table_len <= INDEX_LEN_MAX - 8) else {
+        let Some(start) = at.checked_sub(table_len + 8).filter(|_| magic == MAGIC && table_len <= XZ_INDEX_LEN_MAX - 8) else {
             return Ok(None);
         };
         let Some(table) = self.at(start, 8 + table_len)? else { return Ok(None) };
@@ -221,7 +219,9 @@ impl Reader<'_> {
             let [a, b, c, d, index @ ..] = footer;
             let index_len = (u64::from(u32::from_le_bytes([index[0], index[1], index[2], index[3]])) + 1) * 4;
             let is_valid = footer[10..] == *b"YZ" && crc32fast::hash(&index[..6]) == u32::from_le_bytes([a, b, c, d]);
-            let Some(index_start) = at.checked_sub(index_len).filter(|_| is_valid && index_len <= INDEX_LEN_MAX) else { break };
+            let Some(index_start) = at.checked_sub(index_len).filter(|_| is_valid && index_len <= XZ_INDEX_LEN_MAX) else {
+                break;
+            };
             let Some(sums) = self.before(at, index_len)?.and_then(sums_of_xz_index) else { break };
             // The header of a stream has as many bytes as its footer.
             let Some(start) = index_start.checked_sub(sums.packed.saturating_add(FOOTER_LEN)) else { break };
@@ -241,8 +241,8 @@ impl Reader<'_> {
         let nothing = UnpackedLen { told_bytes: 0, untold_len: self.len };
         let Some(at) = self.len.checked_sub(4) else { return Ok(nothing) };
         let Some(claim) = self.u32_at(at)? else { return Ok(nothing) };
-        // Bytes that do not shrink grow by five bytes per 16 KiB or more, and by a header with a name.
-        let unpacked_min = (self.len - self.len / 2048).saturating_sub(READ_LEN);
+        // Bytes that do not shrink grow by some bytes per block, and by a header with a name.
+        let unpacked_min = (self.len - self.len / 64).saturating_sub(READ_LEN);
         Ok(if u64::from(claim) >= unpacked_min { UnpackedLen { told_bytes: claim.into(), untold_len: 0 } } else { nothing })
     }
 
