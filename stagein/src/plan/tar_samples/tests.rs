@@ -114,9 +114,9 @@ fn the_bytes_in_tars_are_estimated_within_two_percent_in_any_order() {
         ("triples", 2.0, [100, 700, 20_000].repeat(30_000)),
         ("large", 2.0, random.sizes(300, 30e6, 0.5)),
         ("empty and large", 2.0, mix(&vec![0; 50_000], &vec![100_000; 50_000])),
-        // In a tar, tiny members take ten times their size. If they are cut into as many tars as there
-        // are large members, the tars differ, and not all of them are looked into.
-        ("tiny and large", 7.0, mix(&vec![100; 90_000], &vec![200_000; 1000])),
+        // In a tar, tiny members take ten times their size. If 1,000 large ones are spread at random over
+        // 1,000 tars, tars differ so much that 64 of them have a standard error of 5 %.
+        ("tiny and large", 15.0, mix(&vec![100; 90_000], &vec![200_000; 1000])),
         ("tiny and huge", 2.0, mix(&vec![100; 90_000], &vec![30_000_000; 10])),
     ] {
         let bytes: u64 = sizes.iter().sum();
