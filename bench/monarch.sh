@@ -57,7 +57,7 @@ sum() { tr ' ' '\n' | awk '{s+=$1} END {print s}'; }
 for framework in $frameworks; do
     # The processes take 245 MiB and 926 MiB of anonymous memory.
     [ "$framework" = pytorch ] && memory=1000 || memory=320
-    for model in LeNet:0.004 AlexNet:0.008 ResNet-50:0.032; do
+    for model in ${DAYFLY_BENCH_MODELS:-LeNet:0.004 AlexNet:0.008 ResNet-50:0.032}; do
         pause=${model#*:}
         echo "$framework, ${model%:*}"
         mount_pfs --page-cache

@@ -135,6 +135,7 @@ impl NodeStageIn {
     /// Undoes the stage-in on this node, however far it got.
     pub(super) fn abort(&self) {
         self.stop();
+        drop(self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take());
         let mut publication = self.publication();
         if let Some(visible) = publication.visible.take() {
             self.context.store.hide(visible);
