@@ -181,4 +181,22 @@ mod tests {
             }
         }
     }
+
+    #[test]
+    fn a_part_that_does_not_tell_is_counted_apart_and_looks_can_be_canceled() {
+        let folder = tempfile::tempdir().unwrap();
+        shell(
+            folder.path(),
+            "head -c 2000000 /dev/urandom > f; tar -cf a.tar f; split -n 2 a.tar part; zstd -q --rm partaa; zstd -q < partab > stream
+             cat partaa.zst stream > mixed",
+        );
+        let mixed = source(&folder.path().join("mixed"), Compression::Zstd);
+        let monitor = ProgressMonitor::default();
+        let found = sample_compressed(std::slice::from_ref(&mixed), &Selection::default(), &monitor).unwrap();
+        assert!(found.told_bytes.abs_diff(1_000_000) < 50_000 && found.untold_bytes.abs_diff(1_000_000) < 50_000, "{found:?}");
+        assert!(monitor.take_counted().steps > 3, "each read is shown");
+        monitor.cancel();
+        let canceled = sample_compressed(&[mixed], &Selection::default(), &monitor);
+        assert!(matches!(canceled, Err(StageInError::Cancelled)));
+    }
 }

@@ -107,7 +107,7 @@ impl<'a> Planner<'a> {
     /// `--prefix-by-source`, below a directory with the archive's name.
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
-        self.plan.source_bytes += metadata.len();
+        self.plan.source_bytes = self.plan.source_bytes.saturating_add(metadata.len());
         let (version, inode) = (version_of(metadata), inode_of(&path, metadata));
         if kind != SourceKind::File {
             self.plan.files_are_all_known = false;
@@ -139,7 +139,7 @@ impl<'a> Planner<'a> {
             return Ok(());
         }
         self.plan.known_files += 1;
-        self.plan.known_bytes += metadata.len();
+        self.plan.known_bytes = self.plan.known_bytes.saturating_add(metadata.len());
         self.plan.sizes.add_readable(metadata.len());
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
@@ -239,8 +239,8 @@ impl<'a> Planner<'a> {
                     }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
-                        self.plan.source_bytes += size;
-                        self.plan.known_bytes += size;
+                        self.plan.source_bytes = self.plan.source_bytes.saturating_add(size);
+                        self.plan.known_bytes = self.plan.known_bytes.saturating_add(size);
                         self.plan.sizes.add_readable(size);
                     }
                     self.plan.known_names_len += entry.path.len() as u64;

@@ -127,7 +127,7 @@ fn the_bytes_in_tars_are_estimated_within_two_percent_in_any_order() {
         let mut shuffled = sizes.clone();
         random.shuffle(&mut shuffled);
         for (order, sizes) in [("as made", sizes), ("ascending", ascending), ("descending", descending), ("shuffled", shuffled)] {
-            for tars in [1, 3, 50, 1000] {
+            for tars in [1, 1000] {
                 let tars: Vec<_> = sizes.chunks(sizes.len().div_ceil(tars)).map(ImaginedTar::new).collect();
                 let (found, reads) = sample(&tars, &Selection::default());
                 let by = found.bytes.abs_diff(bytes) as f64 / bytes as f64;
