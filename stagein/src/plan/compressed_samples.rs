@@ -19,6 +19,13 @@ use crate::source::compressed::unpacked_len::{UnpackedLen, unpacked_len};
 use crate::source::plain::Skip;
 use crate::source::tar::{Next, TarKind, TarReader};
 
+/// Small reads of one tar that find out what it unpacks to.
+const READS_MAX: u32 = 256;
+/// The same of all tars together.
+const ALL_READS_MAX: u32 = 16 << 10;
+/// However many tars there are, each that is looked into may be read so often.
+const READS_MIN: u32 = 8;
+
 /// What compressed tars contain, as far as they tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CompressedSamples {
@@ -33,7 +40,8 @@ pub struct CompressedSamples {
 /// beginning to see what part of that size is data of selected samples. Only the first [`COMPRESSED_LOOKS_MAX`] tars are looked
 /// into; the others count as if they told nothing. A tar that cannot be read counts so, too: its worker will report why.
 ///
-/// Sizes are claims: a false one makes a stage-in refuse its own source, and nothing else.
+/// Sizes are claims: a false one makes a stage-in refuse its own source, and nothing else. A gzip file that unpacks to more than
+/// 4 GiB states too little, so it may be found not to fit only when room ends.
 ///
 /// # Errors
 ///
@@ -44,11 +52,13 @@ pub fn sample_compressed(
     monitor: &ProgressMonitor,
 ) -> Result<CompressedSamples, StageInError> {
     let (selector, activity) = (Selector::new(selection)?, PlanActivity::new(monitor));
+    let looks = tars.len().clamp(1, COMPRESSED_LOOKS_MAX) as u32;
+    let reads_max = (ALL_READS_MAX / looks).clamp(READS_MIN, READS_MAX);
     let mut samples = CompressedSamples::default();
     for (number, source) in tars.iter().enumerate() {
         activity.begin(&source.path)?;
         let found = if number < COMPRESSED_LOOKS_MAX {
-            look(source, &selector, &activity)?
+            look(source, &selector, reads_max, &activity)?
         } else {
             CompressedSamples { told_bytes: 0, untold_bytes: source.version.size }
         };
@@ -59,10 +69,16 @@ pub fn sample_compressed(
 }
 
 /// Looks into one tar.
-fn look(source: &Source, selector: &Selector, activity: &PlanActivity<'_>) -> Result<CompressedSamples, StageInError> {
+fn look(
+    source: &Source,
+    selector: &Selector,
+    reads_max: u32,
+    activity: &PlanActivity<'_>,
+) -> Result<CompressedSamples, StageInError> {
     let nothing = CompressedSamples { told_bytes: 0, untold_bytes: source.version.size };
     let Ok(file) = File::open(Path::new(OsStr::from_bytes(&source.path))) else { return Ok(nothing) };
-    let UnpackedLen { told_bytes, untold_len } = unpacked_len(&file, source.compression, &mut || activity.begin(&source.path))?;
+    let UnpackedLen { told_bytes, untold_len } =
+        unpacked_len(&file, source.compression, reads_max, &mut || activity.begin(&source.path))?;
     if told_bytes == 0 {
         return Ok(nothing);
     }

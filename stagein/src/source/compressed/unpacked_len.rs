@@ -27,8 +27,6 @@ use crate::StageInError;
 
 /// Bytes that are read at once. Parallel file systems do not read less than a page.
 const READ_LEN: u64 = 4096;
-/// Reads that are made for the headers of one file.
-const READS_MAX: u32 = 256;
 /// A frame whose length can be that of the whole rest of the file is taken for the last one without
 /// a look at its blocks, if its content is longer than this. Otherwise a large file would cost one
 /// read for each block, only to learn that nothing follows.
@@ -43,17 +41,19 @@ pub(crate) struct UnpackedLen {
     pub(crate) untold_len: u64,
 }
 
-/// Returns what `file` tells. Calls `check_in` before each read, and returns its error. A part that
-/// cannot be read does not tell: the worker that reads it will report why.
+/// Returns what `file` tells, after at most `reads_max` reads; four are enough unless there are many
+/// frames or streams. Calls `check_in` before each read, and returns its error. A part that cannot be
+/// read does not tell: the worker that reads it will report why.
 pub(crate) fn unpacked_len(
     file: &File,
     compression: Compression,
+    reads_max: u32,
     check_in: &mut dyn FnMut() -> Result<(), StageInError>,
 ) -> Result<UnpackedLen, StageInError> {
     let len = file.metadata().map_or(0, |metadata| metadata.len());
     // A file system may ignore this advice, which is no reason to fail.
     let _ = posix_fadvise(file.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
-    let mut reader = Reader { file, len, buffer: Vec::new(), start: 0, reads_left: READS_MAX, check_in };
+    let mut reader = Reader { file, len, buffer: Vec::new(), start: 0, reads_left: reads_max, check_in };
     let found = match compression {
         Compression::Zstd => match reader.seek_table()? {
             Some(told_bytes) => UnpackedLen { told_bytes, untold_len: 0 },

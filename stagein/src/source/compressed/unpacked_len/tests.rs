@@ -13,6 +13,8 @@ use super::*;
 /// Length of the content that most files here unpack to.
 const LEN: u64 = 12_000_000;
 
+const READS_MAX: u32 = 256;
+
 /// Runs a shell script, and returns false if the first program in it is not installed.
 fn shell(folder: &Path, script: &str) -> bool {
     let program = script.split(' ').next().unwrap();
@@ -28,7 +30,7 @@ fn shell(folder: &Path, script: &str) -> bool {
 /// Returns what a file tells, and the number of reads that this took.
 fn look(path: &Path, compression: Compression) -> (UnpackedLen, u32) {
     let mut reads = 0;
-    let found = unpacked_len(&File::open(path).unwrap(), compression, &mut || {
+    let found = unpacked_len(&File::open(path).unwrap(), compression, READS_MAX, &mut || {
         reads += 1;
         Ok(())
     });
@@ -196,7 +198,7 @@ fn an_error_of_the_callback_ends_the_look() {
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&compress(Compression::Xz, b"x"), 0).unwrap();
     for compression in [Compression::Zstd, Compression::Lz4, Compression::Xz, Compression::Gzip] {
-        let found = unpacked_len(&file, compression, &mut || Err(StageInError::Cancelled));
+        let found = unpacked_len(&file, compression, READS_MAX, &mut || Err(StageInError::Cancelled));
         assert!(matches!(found, Err(StageInError::Cancelled)));
     }
 }
