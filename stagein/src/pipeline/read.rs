@@ -2,7 +2,7 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::{self, IoSliceMut, Read};
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -86,8 +86,7 @@ impl<S: Sink> Worker<S> {
         let file = File::open(path).map_err(unreadable)?;
         let planned = as_planned.size;
         let found = version(&file).map_err(unreadable)?;
-        let (monitor, spent) = (self.monitor.clone(), start.elapsed());
-        let mut data = CountedReader { input: &file, monitor, spent, bytes: 0, left: planned, beyond: None };
+        let mut data = CountedReader { input: &file, monitor: self.monitor.clone(), spent: start.elapsed(), bytes: 0 };
         if found != as_planned {
             return Err(changed());
         }
@@ -99,11 +98,7 @@ impl<S: Sink> Worker<S> {
         };
         let taken = self.take_file(member, planned, &mut data, &read_error);
         // The file must have no bytes beyond the size that its metadata promised.
-        let rest = match (&taken, data.beyond) {
-            (Err(_), _) => Ok(0),
-            (Ok(()), Some(count)) => Ok(count),
-            (Ok(()), None) => data.read(&mut [0]).map_err(unreadable),
-        };
+        let rest = if taken.is_ok() { data.read(&mut [0]).map_err(unreadable) } else { Ok(0) };
         let CountedReader { spent, bytes, .. } = data;
         self.count_reading(spent, bytes);
         self.monitor.add_busy_time(Step::Reading, spent);
@@ -145,10 +140,6 @@ struct CountedReader<R> {
     monitor: Arc<ProgressMonitor>,
     spent: Duration,
     bytes: u64,
-    /// Bytes that are left of the size that the file's metadata promised.
-    left: u64,
-    /// How many bytes there are beyond that size, once that is known: none, or at least one.
-    beyond: Option<usize>,
 }
 
 impl<R: Read> Read for CountedReader<R> {
@@ -157,20 +148,7 @@ impl<R: Read> Read for CountedReader<R> {
             return Err(io::Error::other("canceled"));
         }
         let start = Instant::now();
-        let count = match usize::try_from(self.left) {
-            // The last read also asks for a byte beyond the end. That saves a read of its own, which some file systems answer late.
-            Ok(left) if left > 0 && left <= buffer.len() => {
-                let mut beyond = [0];
-                let count =
-                    self.input.read_vectored(&mut [IoSliceMut::new(&mut buffer[..left]), IoSliceMut::new(&mut beyond)])?;
-                if count >= left {
-                    self.beyond = Some(count - left);
-                }
-                count.min(left)
-            }
-            _ => self.input.read(buffer)?,
-        };
-        self.left = self.left.saturating_sub(count as u64);
+        let count = self.input.read(buffer)?;
         self.monitor.count_read(count as u64);
         self.spent += start.elapsed();
         self.bytes += count as u64;
