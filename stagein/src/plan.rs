@@ -69,10 +69,22 @@ pub struct StageInPlan {
 pub struct UnpackedSizes {
     /// Upper bound on the bytes of the samples that can be read again from their sources, one by one.
     pub readable_bytes_max: u64,
-    /// Number of members of zips.
+    /// Number of members of zips that the selection takes.
     pub zip_members: u64,
     /// Length of the compressed tars.
     pub compressed_bytes: u64,
+}
+
+impl UnpackedSizes {
+    // Holes make files of any length, and zips claim any, so sums could overflow.
+
+    fn add_readable(&mut self, bytes: u64) {
+        self.readable_bytes_max = self.readable_bytes_max.saturating_add(bytes);
+    }
+
+    fn add_compressed(&mut self, bytes: u64) {
+        self.compressed_bytes = self.compressed_bytes.saturating_add(bytes);
+    }
 }
 
 /// A plain tar that is split into ranges.

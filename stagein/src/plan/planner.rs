@@ -19,10 +19,10 @@ use super::tar_ranges::{TarSplit, split};
 use super::unit_queue::UnitQueue;
 use super::{PlanRequest, SplitTar, StageInPlan};
 use crate::StageInError;
-use crate::selection::Selector;
+use crate::selection::{Decision, Selector};
 use crate::source::directory::{WalkItem, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
-use crate::source::zip::{Part, Record, ZipError, parts};
+use crate::source::zip::{Part, Record, ZipError, ZipKind, parts};
 use crate::source::{classify, without_archive_ending};
 
 /// Adds sources to a plan one by one.
@@ -107,7 +107,7 @@ impl<'a> Planner<'a> {
     /// `--prefix-by-source`, below a directory with the archive's name.
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
-        self.plan.source_bytes += metadata.len();
+        self.plan.source_bytes = self.plan.source_bytes.saturating_add(metadata.len());
         let (version, inode) = (version_of(metadata), inode_of(&path, metadata));
         if kind != SourceKind::File {
             self.plan.files_are_all_known = false;
@@ -122,8 +122,8 @@ impl<'a> Planner<'a> {
                 self.push_source(Source { path: name.clone(), prefix: prefix.clone(), kind, compression, version, inode });
             match compression {
                 Compression::None if kind == SourceKind::Zip => {}
-                Compression::None => self.plan.sizes.readable_bytes_max += metadata.len(),
-                _ => self.plan.sizes.compressed_bytes += metadata.len(),
+                Compression::None => self.plan.sizes.add_readable(metadata.len()),
+                _ => self.plan.sizes.add_compressed(metadata.len()),
             }
             return match (kind, compression) {
                 (SourceKind::Zip, _) => self.plan_zip(source, path, &prefix, metadata),
@@ -139,8 +139,8 @@ impl<'a> Planner<'a> {
             return Ok(());
         }
         self.plan.known_files += 1;
-        self.plan.known_bytes += metadata.len();
-        self.plan.sizes.readable_bytes_max += metadata.len();
+        self.plan.known_bytes = self.plan.known_bytes.saturating_add(metadata.len());
+        self.plan.sizes.add_readable(metadata.len());
         self.plan.known_names_len += name.len() as u64;
         let root = path.into_os_string().into_vec();
         let source = self.push_source(Source { path: root.clone(), prefix: name.clone(), kind, compression, version, inode });
@@ -175,8 +175,11 @@ impl<'a> Planner<'a> {
         let name = path.as_os_str().as_bytes().to_vec();
         let read = parts::<ZipPlanError>(&file, &mut |Part { records, offset, bytes }, shift| {
             for record in Record::read_all(&records, offset, shift).map_err(ZipPlanError::Zip)? {
-                self.plan.sizes.zip_members += 1;
-                self.plan.sizes.readable_bytes_max = self.plan.sizes.readable_bytes_max.saturating_add(record.size);
+                let is_directory = record.kind == ZipKind::Directory;
+                if let Decision::Take(_) = self.selector.decide(&record.name, is_directory) {
+                    self.plan.sizes.zip_members += 1;
+                    self.plan.sizes.add_readable(record.size);
+                }
             }
             let work = Work::Zip(ZipPart { path: name.clone(), version, records, offset, shift });
             let unit = Unit { source, ticket: 0, prefix: prefix.to_vec(), rivalry: self.rivalry, work };
@@ -236,9 +239,9 @@ impl<'a> Planner<'a> {
                     }
                     if let TreeKind::File(size) = entry.kind {
                         self.plan.known_files += 1;
-                        self.plan.source_bytes += size;
-                        self.plan.known_bytes += size;
-                        self.plan.sizes.readable_bytes_max += size;
+                        self.plan.source_bytes = self.plan.source_bytes.saturating_add(size);
+                        self.plan.known_bytes = self.plan.known_bytes.saturating_add(size);
+                        self.plan.sizes.add_readable(size);
                     }
                     self.plan.known_names_len += entry.path.len() as u64;
                     if batch.push(entry) {

@@ -1,11 +1,17 @@
 //! Estimates what plain tars contain, when their lengths alone do not tell whether their samples fit.
+//!
+//! At most [`TAR_WINDOWS_MAX`] windows are read, each with one read. The tars are laid end to end, and
+//! the windows stand at equal distances, so each of them speaks for an equal share of all bytes,
+//! however the members are sized and ordered. In a window, each byte is data of a selected sample
+//! or it is not. The bytes before the first header, or all bytes if there is no header, are taken
+//! for data of a member that began earlier.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::sync::Arc;
 
 use dayfly_meta::catalog::Source;
 use dayfly_meta::limits::{TAR_WINDOW_LEN, TAR_WINDOWS_MAX};
@@ -15,8 +21,7 @@ use super::activity::PlanActivity;
 use crate::StageInError;
 use crate::progress::ProgressMonitor;
 use crate::selection::{Decision, Selector};
-use crate::source::plain::PlainReader;
-use crate::source::tar::{BLOCK_LEN, Extension, Next, TarKind, TarReader, find_header};
+use crate::source::tar::{BLOCK_LEN, Extension, Next, TarKind, TarMember, TarReader, header_in};
 
 /// An estimate of what plain tars contain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -29,163 +34,155 @@ pub struct TarSamples {
     pub seen: u64,
 }
 
-/// The members that were seen in the windows.
+/// What one window shows.
 #[derive(Default)]
-struct Seen {
-    /// Bytes of headers, data and padding of these members.
-    span: u64,
-    taken: TarSamples,
+struct Window {
+    len: u64,
+    /// Number of members that begin here, and the bytes that they take in the tar.
+    members: u64,
+    span: u128,
+    /// Number of selected samples that begin here.
+    files: u64,
+    /// Bytes of selected samples here, as far as their headers are here too.
+    bytes: u128,
+    /// Bytes here of a member whose header lies before the window.
+    bytes_of_unknown: u64,
+    /// Total size of the samples that begin here.
+    sizes: u128,
+    /// The same of those that are selected.
+    taken_sizes: u128,
 }
 
-/// Estimates how many samples plain tars contain, and how many bytes. Reads a few short windows, spread evenly over all tars
-/// together, and looks at the members that begin there. A window that cannot be read does not count: the worker that reads the
-/// same bytes will report why.
+/// If fewer members than this begin in all windows, their mean size says better than the windows how
+/// many members there are.
+const MEMBERS_MIN: u64 = 64;
+
+/// Estimates how many samples plain tars contain, and how many bytes. If the tars are few and short enough, all of their bytes
+/// are read. A window that cannot be read does not count: the worker that reads the same bytes will report why.
 ///
 /// # Errors
 ///
 /// [`StageInError::InvalidPattern`] if a pattern of the selection does not parse, and [`StageInError::Cancelled`].
 pub fn sample_tars(tars: &[Source], selection: &Selection, monitor: &ProgressMonitor) -> Result<TarSamples, StageInError> {
     let (selector, activity) = (Selector::new(selection)?, PlanActivity::new(monitor));
-    let total: u64 = tars.iter().map(|tar| tar.version.size).sum();
-    let mut seen = Seen::default();
-    let (mut tar, mut before) = (0, 0);
-    for window in 0..TAR_WINDOWS_MAX {
-        // The middle of the window's share of all bytes.
-        let at = (u128::from(total) * u128::from(2 * window + 1) / u128::from(2 * TAR_WINDOWS_MAX)) as u64;
-        while tars.get(tar).is_some_and(|found| before + found.version.size <= at) {
-            before += tars[tar].version.size;
-            tar += 1;
-        }
-        let Some(source) = tars.get(tar) else { break };
-        activity.begin(&source.path)?;
-        let half_before = (at - before).saturating_sub(TAR_WINDOW_LEN / 2);
-        // Windows start on blocks, as headers do.
-        let start = half_before - half_before % BLOCK_LEN as u64;
+    estimate(tars, &selector, &mut |tar, start, len| {
+        activity.begin(&tar.path)?;
         // An error shows again when a worker reads the same bytes.
-        let _ = look(source, start, &selector, &mut seen);
-    }
-    // Without any header in the windows, members are so large that their headers do not matter.
-    let scaled = |seen_part: u64, without: u64| {
-        (u128::from(total) * u128::from(seen_part)).checked_div(seen.span.into()).map_or(without, |scaled| scaled as u64)
-    };
-    let (files, bytes) = (scaled(seen.taken.files, tars.len() as u64), scaled(seen.taken.bytes, total).min(total));
-    Ok(TarSamples { files, bytes, seen: seen.taken.files })
+        Ok(read(tar, start, len).ok())
+    })
 }
 
-/// Counts the members whose headers begin in the window at `start`.
-fn look(source: &Source, start: u64, selector: &Selector, seen: &mut Seen) -> io::Result<()> {
-    let end = start + TAR_WINDOW_LEN;
-    let file = File::open(Path::new(OsStr::from_bytes(&source.path)))?;
-    let mut reader = PlainReader::new(file, start, end, Arc::default())?;
-    let Some(first) = find_header(&mut reader, end)? else { return Ok(()) };
-    let mut tar = TarReader::at(reader, first, Extension::default());
-    while tar.next_start() < end {
-        // Damage ends the window. The worker will report it.
-        let Ok(Next::Member(member)) = tar.next() else { return Ok(()) };
-        seen.span += tar.next_start() - tar.member_start();
-        if member.kind == TarKind::File && matches!(selector.decide(&member.name, false), Decision::Take(_)) {
-            seen.taken.files += 1;
-            seen.taken.bytes += member.size;
+/// Returns `len` bytes of a tar.
+fn read(tar: &Source, start: u64, len: u64) -> io::Result<Vec<u8>> {
+    let file = File::open(Path::new(OsStr::from_bytes(&tar.path)))?;
+    let mut bytes = vec![0; usize::try_from(len).map_err(io::Error::other)?];
+    file.read_exact_at(&mut bytes, start)?;
+    Ok(bytes)
+}
+
+/// Reads a part of a tar: the bytes from an offset on, and how many. Returns `None` if they cannot be read.
+type ReadPart<'a> = &'a mut dyn FnMut(&Source, u64, u64) -> Result<Option<Vec<u8>>, StageInError>;
+
+fn estimate(tars: &[Source], selector: &Selector, read: ReadPart<'_>) -> Result<TarSamples, StageInError> {
+    let total: u128 = tars.iter().map(|tar| u128::from(tar.version.size)).sum();
+    let are_tars = tars.len() as u64 <= TAR_WINDOWS_MAX && total <= u128::from(TAR_WINDOWS_MAX * TAR_WINDOW_LEN);
+    let mut windows = Vec::new();
+    let mut look_at = |tar: &Source, start, len| {
+        let bytes = read(tar, start, len)?;
+        windows.extend(bytes.map(|bytes| Window::of(&bytes, start == 0, selector)));
+        Ok(())
+    };
+    if are_tars {
+        for tar in tars.iter().filter(|tar| tar.version.size > 0) {
+            look_at(tar, 0, tar.version.size)?;
+        }
+    } else {
+        let (mut rest, mut before) = (tars.iter().peekable(), 0);
+        for number in 0..TAR_WINDOWS_MAX {
+            // The middle of the window's share of all bytes.
+            let middle = total * u128::from(2 * number + 1) / u128::from(2 * TAR_WINDOWS_MAX);
+            while let Some(passed) = rest.next_if(|tar| before + u128::from(tar.version.size) <= middle) {
+                before += u128::from(passed.version.size);
+            }
+            let Some(tar) = rest.peek() else { break };
+            let half_before = (middle - before).saturating_sub(u128::from(TAR_WINDOW_LEN / 2)) as u64;
+            // Windows start on blocks, as headers do.
+            let start = half_before - half_before % BLOCK_LEN as u64;
+            look_at(tar, start, TAR_WINDOW_LEN.min(tar.version.size - start))?;
         }
     }
-    Ok(())
+    Ok(sum_up(&windows, total, tars.len() as u64, are_tars))
+}
+
+/// Concludes from windows what tars of `total` bytes contain. `are_tars` means that the windows are whole tars.
+fn sum_up(windows: &[Window], total: u128, tars: u64, are_tars: bool) -> TarSamples {
+    let sum = |count: fn(&Window) -> u128| windows.iter().fold(0, |sum: u128, window| sum.saturating_add(count(window)));
+    let (members, span) = (sum(|window| window.members.into()), sum(|window| window.span));
+    let seen = sum(|window| window.files.into()) as u64;
+    if windows.is_empty() {
+        return TarSamples { files: tars, bytes: saturate(total), seen };
+    }
+    // A member whose header was not seen is selected as likely as the others, byte for byte.
+    let sizes = sum(|window| window.sizes);
+    let taken_share = if sizes == 0 { 1.0 } else { sum(|window| window.taken_sizes) as f64 / sizes as f64 };
+    let bytes_of = |window: &Window| window.bytes as f64 + window.bytes_of_unknown as f64 * taken_share;
+    let len = sum(|window| window.len.into()) as f64;
+    // Each window speaks for as many bytes as any other, even if the end of its tar cuts it off.
+    let share_of = |count: &dyn Fn(&Window) -> f64| match are_tars {
+        true => windows.iter().map(count).sum::<f64>() / len,
+        false => windows.iter().map(|window| count(window) / window.len as f64).sum::<f64>() / windows.len() as f64,
+    };
+    // A conversion to an integer saturates.
+    let scaled = |share: f64| (share * total as f64).round() as u64;
+    let files = match u64::try_from(members) {
+        Ok(0) if !are_tars => tars,
+        Ok(1..MEMBERS_MIN) if !are_tars => scaled(seen as f64 / span as f64),
+        _ => scaled(share_of(&|window| window.files as f64)),
+    };
+    TarSamples { files, bytes: scaled(share_of(&bytes_of)), seen }
+}
+
+impl Window {
+    /// Looks at bytes that are at a tar's beginning or at a later block of it.
+    fn of(bytes: &[u8], is_at_beginning: bool, selector: &Selector) -> Self {
+        let header = if is_at_beginning { Some(0) } else { header_in(bytes) };
+        let first = header.unwrap_or(bytes.len());
+        // On average, half a block of padding lies between data and a header.
+        let padding = header.map_or(0, |_| BLOCK_LEN as u64 / 2);
+        let bytes_of_unknown = (first as u64).saturating_sub(padding);
+        let mut window = Self { len: bytes.len() as u64, bytes_of_unknown, ..Self::default() };
+        let mut tar = TarReader::at(&bytes[first..], first as u64, Extension::default());
+        while tar.next_start() < window.len {
+            // Damage, a header that the window cuts, or the end of the archive.
+            let Ok(Next::Member(member)) = tar.next() else { break };
+            window.members += 1;
+            window.span = window.span.saturating_add(u128::from(tar.next_start() - tar.member_start()));
+            window.count(&member, selector);
+        }
+        window
+    }
+
+    fn count(&mut self, member: &TarMember, selector: &Selector) {
+        if member.kind != TarKind::File {
+            return;
+        }
+        let size = u128::from(member.size);
+        self.sizes = self.sizes.saturating_add(size);
+        if !matches!(selector.decide(&member.name, false), Decision::Take(_)) {
+            return;
+        }
+        self.files += 1;
+        self.taken_sizes = self.taken_sizes.saturating_add(size);
+        let here = member.stored_len.min(self.len.saturating_sub(member.data_offset));
+        // The holes of a sparse file are spread over its data. Without data, they are all here.
+        let with_holes = (size * u128::from(here)).checked_div(member.stored_len.into());
+        self.bytes = self.bytes.saturating_add(with_holes.unwrap_or(size));
+    }
+}
+
+fn saturate(bytes: u128) -> u64 {
+    u64::try_from(bytes).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::FileExt;
-
-    use dayfly_meta::catalog::{Compression, SourceKind, Version};
-
-    use super::*;
-
-    /// Makes a tar of members with these sizes, whose data are holes.
-    fn tar_of(path: &Path, sizes: &[u64]) -> Source {
-        let file = File::create(path).unwrap();
-        let mut offset = 0;
-        for (number, &size) in sizes.iter().enumerate() {
-            let mut header = [0; BLOCK_LEN];
-            let mut put = |at: usize, text: String| header[at..at + text.len()].copy_from_slice(text.as_bytes());
-            put(0, format!("{}/{number}.{}", number % 10, if number % 4 == 0 { "txt" } else { "jpg" }));
-            put(100, "0000644\0".to_owned());
-            put(124, format!("{size:011o}\0"));
-            put(136, "00000000000\0".to_owned());
-            put(156, "0".to_owned());
-            put(257, "ustar\x0000".to_owned());
-            put(148, " ".repeat(8));
-            let sum: u32 = header.iter().map(|&byte| u32::from(byte)).sum();
-            header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
-            file.write_all_at(&header, offset).unwrap();
-            offset += BLOCK_LEN as u64 + size.next_multiple_of(BLOCK_LEN as u64);
-        }
-        file.set_len(offset + 2 * BLOCK_LEN as u64).unwrap();
-        Source {
-            path: path.as_os_str().as_bytes().to_vec(),
-            prefix: Vec::new(),
-            kind: SourceKind::Tar,
-            compression: Compression::None,
-            version: Version { size: offset, ..Version::default() },
-            inode: 0,
-        }
-    }
-
-    fn random_sizes(count: usize, mean: f64, spread: f64) -> Vec<u64> {
-        let mut state = 7_u64;
-        let mut random = || {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (state >> 11) as f64 / (1_u64 << 53) as f64
-        };
-        // The sum of twelve is close to a normal distribution.
-        let normal = |random: &mut dyn FnMut() -> f64| (0..12).map(|_| random()).sum::<f64>() - 6.0;
-        (0..count).map(|_| (mean * (spread * normal(&mut random)).exp()) as u64).collect()
-    }
-
-    #[test]
-    fn the_bytes_in_tars_are_estimated_within_two_percent() {
-        let folder = tempfile::tempdir().unwrap();
-        for (name, sizes) in [
-            ("small", random_sizes(100_000, 3000.0, 0.0)),
-            ("mixed small", random_sizes(100_000, 2000.0, 1.0)),
-            ("mixed", random_sizes(20_000, 60_000.0, 1.0)),
-            ("sorted", {
-                let mut sizes = random_sizes(50_000, 5000.0, 1.0);
-                sizes.sort_unstable();
-                sizes
-            }),
-            ("large", random_sizes(300, 30e6, 0.5)),
-            ("one", vec![5 << 30]),
-            ("empty", vec![0; 5000]),
-            ("few", vec![100, 2000]),
-        ] {
-            let third = sizes.len() / 3;
-            let (path, other) = (folder.path().join("a.tar"), folder.path().join("b.tar"));
-            let tars = [tar_of(&path, &sizes[..third]), tar_of(&other, &sizes[third..])];
-            let sampled = sample_tars(&tars, &Selection::default(), &ProgressMonitor::default()).unwrap();
-            let bytes: u64 = sizes.iter().sum();
-            assert!(sampled.bytes.abs_diff(bytes) <= bytes / 50 + 4096, "{name}: {} of {bytes}", sampled.bytes);
-            let files = sizes.len() as u64;
-            assert!((files / 2..=files * 2).contains(&sampled.files), "{name}: {} of {files}", sampled.files);
-        }
-    }
-
-    #[test]
-    fn only_selected_members_count_and_damage_does_not_matter() {
-        let folder = tempfile::tempdir().unwrap();
-        let tar = tar_of(&folder.path().join("a.tar"), &vec![3000; 20_000]);
-        let selection = Selection { include: vec!["*.txt".to_owned()], ..Selection::default() };
-        let sampled = sample_tars(std::slice::from_ref(&tar), &selection, &ProgressMonitor::default()).unwrap();
-        assert!(sampled.bytes.abs_diff(15_000_000) < 1_000_000, "{}", sampled.bytes);
-        let gone = Source { path: b"/nowhere".to_vec(), ..tar.clone() };
-        let sampled = sample_tars(&[gone, tar], &Selection::default(), &ProgressMonitor::default()).unwrap();
-        assert!(sampled.bytes.abs_diff(120_000_000) < 6_000_000, "{}", sampled.bytes);
-        assert_eq!(sample_tars(&[], &selection, &ProgressMonitor::default()).unwrap(), TarSamples::default());
-        let monitor = ProgressMonitor::default();
-        monitor.cancel();
-        let gone = Source {
-            path: b"/nowhere".to_vec(),
-            version: Version { size: 1, ..Version::default() },
-            ..tar_of(&folder.path().join("b"), &[1])
-        };
-        assert!(matches!(sample_tars(&[gone], &selection, &monitor), Err(StageInError::Cancelled)));
-    }
-}
+mod tests;

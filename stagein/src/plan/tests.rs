@@ -126,3 +126,51 @@ fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error
         assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "with --no-unpack");
     }
 }
+
+#[test]
+fn a_plan_tells_what_its_sources_unpack_to_at_most() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "mkdir t; head -c 3000 /dev/zero > t/a.jpg; head -c 500 /dev/zero > t/b.txt; ln -s b.txt t/link
+        tar -cf t.tar t; gzip -k t.tar; cd t; zip -q -y ../stored.zip -0 -r . ; zip -q ../deflated.zip -9 -r .";
+    let done = std::process::Command::new("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    let at = |name: &str| folder.path().join(name);
+    let len = |name: &str| at(name).metadata().unwrap().len();
+    let sizes = |name: &str, selection: &Selection| units(&[&at(name)], selection).unwrap().0.sizes;
+    let readable = |readable_bytes_max, zip_members| UnpackedSizes { readable_bytes_max, zip_members, compressed_bytes: 0 };
+    let all = Selection::default();
+    assert_eq!(sizes("t", &all), readable(3500, 0));
+    assert_eq!(sizes("t/a.jpg", &all), readable(3000, 0));
+    assert_eq!(sizes("t.tar", &all), readable(len("t.tar"), 0));
+    assert_eq!(sizes("t.tar.gz", &all), UnpackedSizes { compressed_bytes: len("t.tar.gz"), ..UnpackedSizes::default() });
+    // A symlink's data is its target.
+    assert_eq!(sizes("stored.zip", &all), readable(3500 + 5, 3));
+    // Without -y, zip follows the link.
+    assert_eq!(sizes("deflated.zip", &all), readable(3500 + 500, 3));
+    for (include, exclude, expected) in [(vec!["*.jpg"], vec![], 3000), (vec![], vec!["*.jpg"], 505), (vec!["x"], vec![], 0)] {
+        let own = |patterns: Vec<&str>| patterns.into_iter().map(str::to_owned).collect();
+        let selection = Selection { include: own(include), exclude: own(exclude), ..Selection::default() };
+        assert_eq!(sizes("stored.zip", &selection).readable_bytes_max, expected, "{selection:?}");
+        assert_eq!(sizes("t", &selection).readable_bytes_max, expected.min(3000) / 100 * 100, "{selection:?}");
+    }
+    let both = units(&[&at("t"), &at("t.tar"), &at("stored.zip")], &all).unwrap().0.sizes;
+    assert_eq!(both, readable(3500 + len("t.tar") + 3505, 3));
+}
+
+#[test]
+fn sums_of_sizes_do_not_overflow() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut sizes = UnpackedSizes::default();
+    for _ in 0..3 {
+        sizes.add_readable(u64::MAX / 2);
+        sizes.add_compressed(u64::MAX / 2);
+    }
+    assert_eq!((sizes.readable_bytes_max, sizes.compressed_bytes), (u64::MAX, u64::MAX));
+    // A zip whose member claims 2^62 - 1 bytes.
+    let script = "import zipfile
+z = zipfile.ZipFile('a.zip', 'w'); z.writestr('x', b'1'); z.filelist[0].file_size = z.filelist[0].compress_size = 2**62 - 1; z.close()";
+    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    let (plan, _) = units(&[folder.path().join("a.zip").as_path(); 5], &Selection::default()).unwrap();
+    assert_eq!(plan.sizes.readable_bytes_max, u64::MAX);
+}

@@ -3,9 +3,11 @@
 //! Each decoder has a bound on the memory that a hostile stream can make it use. As with the
 //! formats' own tools, a file may consist of several streams one after another. `decoder_threads`
 //! decodes a whole file on threads of its own, and `frames` finds where such a file can be split.
+//! `unpacked_len` finds out what a file unpacks to, without decoding it.
 
 pub(crate) mod decoder_threads;
 mod frames;
+pub(crate) mod unpacked_len;
 
 use std::io::{self, BufRead, BufReader, Read};
 

@@ -359,6 +359,13 @@ pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Op
     Ok(None)
 }
 
+/// Returns where the first block in `bytes` that looks like a header begins, if there is one.
+/// `bytes` begin on a block.
+pub(crate) fn header_in(bytes: &[u8]) -> Option<usize> {
+    let (blocks, _) = bytes.as_chunks::<BLOCK_LEN>();
+    blocks.iter().position(header::checksum_matches).map(|block| block * BLOCK_LEN)
+}
+
 fn damaged(offset: u64, reason: impl Into<String>) -> TarError {
     TarError::Damaged { offset, reason: reason.into() }
 }

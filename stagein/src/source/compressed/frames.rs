@@ -18,6 +18,17 @@ pub(super) struct FrameScanner {
     skip: u64,
     /// The largest window that a frame has demanded so far, in bytes.
     window: u64,
+    /// What the last header said about the content of its frame, until it is taken.
+    content: Option<Content>,
+}
+
+/// What the header of a frame says about the length of the frame's content.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Content {
+    /// The content has this many bytes.
+    Told(u64),
+    /// The header does not say.
+    Untold,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -56,7 +67,8 @@ impl FrameScanner {
             Compression::Gzip => Format::Bgzf,
             Compression::None | Compression::Xz | Compression::Bzip2 => return None,
         };
-        let mut scanner = Self { format, field: Vec::new(), needed: 0, expected: Field::Magic, skip: 0, window: 0 };
+        let mut scanner =
+            Self { format, field: Vec::new(), needed: 0, expected: Field::Magic, skip: 0, window: 0, content: None };
         scanner.begin_frame();
         Some(scanner)
     }
@@ -69,6 +81,22 @@ impl FrameScanner {
     /// Returns whether the next byte starts a frame.
     pub(super) fn is_at_boundary(&self) -> bool {
         self.skip == 0 && self.field.is_empty() && matches!(self.expected, Field::Magic)
+    }
+
+    /// Returns how many bytes to leave out before the next field. They must not be scanned any more.
+    pub(super) fn take_skip(&mut self) -> u64 {
+        std::mem::take(&mut self.skip)
+    }
+
+    /// Returns how many bytes the next field still needs, or `None` if the stream is not understood.
+    pub(super) fn missing(&self) -> Option<usize> {
+        (!matches!(self.expected, Field::Unknown)).then(|| self.needed - self.field.len())
+    }
+
+    /// Returns what the last header that was scanned said about its frame's content, once. In bgzf
+    /// it is not the header that says this.
+    pub(super) fn take_content(&mut self) -> Option<Content> {
+        self.content.take()
     }
 
     /// Scans the next bytes of the stream. Returns the offsets in `bytes` at which frames start,
@@ -145,9 +173,16 @@ impl FrameScanner {
             (Field::Header, _) => {
                 let flags = self.field[0];
                 let flag = |bit: u8| u64::from(flags >> bit & 1);
+                if flag(3) == 1 && self.needed == 2 {
+                    // The length of the content comes after the flags.
+                    self.needed = 10;
+                    return;
+                }
+                let content = self.field[2..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+                self.content = Some(content.map_or(Content::Untold, Content::Told));
                 let (checksum_len, block_checksum_len) = (flag(2) * 4, flag(4) * 4);
-                // Skips the content length, the dictionary number and the header's own checksum.
-                self.skip = flag(3) * 8 + flag(0) * 4 + 1;
+                // Skips the dictionary number and the header's own checksum.
+                self.skip = flag(0) * 4 + 1;
                 self.expect(Field::Block { checksum_len, block_checksum_len }, 4);
             }
             (Field::Block { checksum_len, block_checksum_len }, Format::Lz4) => match self.number() {
@@ -178,11 +213,13 @@ impl FrameScanner {
             self.needed = content_at + content_len;
             return;
         }
+        // A two-byte field holds the length minus 256, because a length below 256 fits into one byte.
+        let number = self.field[content_at..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
+        let content = if content_len == 2 { number + 256 } else { number };
+        self.content = Some(if content_len == 0 { Content::Untold } else { Content::Told(content) });
         let window = if is_single {
-            // The window of a single-segment frame is its whole content. A two-byte field holds the length minus 256, because
-            // a length below 256 fits into one byte.
-            let content = self.field[content_at..].iter().rev().fold(0, |value, &byte| value << 8 | u64::from(byte));
-            if content_len == 2 { content + 256 } else { content }
+            // The window of a single-segment frame is its whole content.
+            content
         } else {
             let (exponent, mantissa) = (u32::from(self.field[1] >> 3), u64::from(self.field[1] & 7));
             let base = 1_u64 << (10 + exponent);
@@ -213,12 +250,12 @@ impl FrameScanner {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::super::tests::compress;
     use super::*;
 
     /// Returns a block as `bgzip` writes it.
-    pub(super) fn bgzf(bytes: &[u8]) -> Vec<u8> {
+    pub(in super::super) fn bgzf(bytes: &[u8]) -> Vec<u8> {
         use std::io::Write;
         let mut encoder = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::fast());
         encoder.write_all(bytes).unwrap();
