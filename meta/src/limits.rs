@@ -236,14 +236,27 @@ pub const STAT_BATCH_LEN: usize = 512;
 pub const COMPRESSED_LOOKS_MAX: usize = 1000;
 /// Bytes at the beginning of a compressed tar that a plan decodes. A block of lz4 has up to 4 MiB.
 pub const COMPRESSED_HEAD_LEN: u64 = 8 << 20;
-/// Skippable frames at the beginning of one zstd file that a plan passes over.
-pub const COMPRESSED_FRAMES_MAX: usize = 16;
+/// Small reads of one compressed tar with which a plan finds out what it unpacks to.
+pub const COMPRESSED_READS_MAX: u32 = 256;
+/// The same of all compressed tars together.
+pub const COMPRESSED_READS_SUM_MAX: u32 = 16 << 10;
+/// However many tars there are, each that is looked into may be read so often.
+pub const COMPRESSED_READS_MIN: u32 = 8;
+/// Bytes that such a read takes. Parallel file systems do not read less than a page.
+pub const COMPRESSED_READ_LEN: u64 = 4096;
+/// A frame whose length can be that of the whole rest of the file is taken for the last one without
+/// a look at its blocks, if its content is longer than this. Otherwise a large file would cost one
+/// read for each block, only to learn that nothing follows.
+pub const CHECKED_CONTENT_MAX: u64 = 8 << 20;
 /// Length of the index of an xz file that a plan reads.
 pub const XZ_INDEX_LEN_MAX: u64 = 4 << 20;
 /// Windows in which a plan looks for headers, to estimate what plain tars contain.
 pub const TAR_WINDOWS_MAX: u64 = 64;
 /// Length of such a window.
 pub const TAR_WINDOW_LEN: u64 = 256 << 10;
+/// If fewer members than this begin in all windows, their mean size says better than the windows how
+/// many members there are.
+pub const TAR_MEMBERS_MIN: u64 = 64;
 /// A compressed source that does not tell its unpacked size is expected to grow by this factor. This
 /// only decides how much room the samples of other sources leave it.
 pub const ARCHIVE_GROWTH_GUESS: u64 = 4;

@@ -239,7 +239,7 @@ async fn judge_fit(
     };
     let of_tars = |is_plain: bool| plan.sources.iter().filter(move |source| is_tar(source, is_plain)).cloned();
     let (plain, compressed): (Vec<Source>, Vec<Source>) = (of_tars(true).collect(), of_tars(false).collect());
-    let plain_len: u64 = plain.iter().map(|source| source.version.size).sum();
+    let plain_len = plain.iter().fold(0_u64, |sum, source| sum.saturating_add(source.version.size));
     let unpacked_len = plain_len.saturating_add(sizes.compressed_bytes.saturating_mul(ARCHIVE_GROWTH_GUESS));
     // At worst, a tar is full of empty files.
     let most_files = Amounts { files: at_most.files.saturating_add(unpacked_len / TAR_HEADER_LEN), ..at_most };

@@ -7,7 +7,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use dayfly_meta::catalog::{Compression, Source};
-use dayfly_meta::limits::{COMPRESSED_HEAD_LEN, COMPRESSED_LOOKS_MAX};
+use dayfly_meta::limits::{
+    COMPRESSED_HEAD_LEN, COMPRESSED_LOOKS_MAX, COMPRESSED_READS_MAX, COMPRESSED_READS_MIN, COMPRESSED_READS_SUM_MAX,
+};
 use dayfly_meta::wire::control::Selection;
 
 use super::activity::PlanActivity;
@@ -18,13 +20,6 @@ use crate::source::compressed::decoder;
 use crate::source::compressed::unpacked_len::{UnpackedLen, unpacked_len};
 use crate::source::plain::Skip;
 use crate::source::tar::{Next, TarKind, TarReader};
-
-/// Small reads of one tar that find out what it unpacks to.
-const READS_MAX: u32 = 256;
-/// The same of all tars together.
-const ALL_READS_MAX: u32 = 16 << 10;
-/// However many tars there are, each that is looked into may be read so often.
-const READS_MIN: u32 = 8;
 
 /// What compressed tars contain, as far as they tell.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,7 +48,7 @@ pub fn sample_compressed(
 ) -> Result<CompressedSamples, StageInError> {
     let (selector, activity) = (Selector::new(selection)?, PlanActivity::new(monitor));
     let looks = tars.len().clamp(1, COMPRESSED_LOOKS_MAX) as u32;
-    let reads_max = (ALL_READS_MAX / looks).clamp(READS_MIN, READS_MAX);
+    let reads_max = (COMPRESSED_READS_SUM_MAX / looks).clamp(COMPRESSED_READS_MIN, COMPRESSED_READS_MAX);
     let mut samples = CompressedSamples::default();
     for (number, source) in tars.iter().enumerate() {
         activity.begin(&source.path)?;

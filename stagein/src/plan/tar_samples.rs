@@ -14,7 +14,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use dayfly_meta::catalog::Source;
-use dayfly_meta::limits::{TAR_WINDOW_LEN, TAR_WINDOWS_MAX};
+use dayfly_meta::limits::{TAR_MEMBERS_MIN, TAR_WINDOW_LEN, TAR_WINDOWS_MAX};
 use dayfly_meta::wire::control::Selection;
 
 use super::activity::PlanActivity;
@@ -52,10 +52,6 @@ struct Window {
     /// The same of those that are selected.
     taken_sizes: u128,
 }
-
-/// If fewer members than this begin in all windows, their mean size says better than the windows how
-/// many members there are.
-const MEMBERS_MIN: u64 = 64;
 
 /// Estimates how many samples plain tars contain, and how many bytes. If the tars are few and short enough, all of their bytes
 /// are read. A window that cannot be read does not count: the worker that reads the same bytes will report why.
@@ -136,7 +132,7 @@ fn sum_up(windows: &[Window], total: u128, tars: u64, are_tars: bool) -> TarSamp
     let scaled = |share: f64| (share * total as f64).round() as u64;
     let files = match u64::try_from(members) {
         Ok(0) if !are_tars => tars,
-        Ok(1..MEMBERS_MIN) if !are_tars => scaled(seen as f64 / span as f64),
+        Ok(1..TAR_MEMBERS_MIN) if !are_tars => scaled(seen as f64 / span as f64),
         _ => scaled(share_of(&|window| window.files as f64)),
     };
     TarSamples { files, bytes: scaled(share_of(&bytes_of)), seen }

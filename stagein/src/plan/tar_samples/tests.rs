@@ -135,7 +135,7 @@ fn the_bytes_in_tars_are_estimated_within_two_percent_in_any_order() {
                 assert!(by * 100.0 <= percent, "{name}, {order}, {} tars: {} of {bytes}", tars.len(), found.bytes);
                 // Members that are larger than windows are seldom seen to begin, and all empty files may
                 // lie together between two windows.
-                let files_min = if found.seen < MEMBERS_MIN || name.contains("empty") { 0.0 } else { 0.5 };
+                let files_min = if found.seen < TAR_MEMBERS_MIN || name.contains("empty") { 0.0 } else { 0.5 };
                 assert!((files_min..2.0).contains(&files_by), "{name}, {order}, {} tars: {found:?}, {files}", tars.len());
                 assert!(reads <= TAR_WINDOWS_MAX, "{name}, {order}: {reads} reads");
             }

@@ -19,18 +19,11 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Compression;
-use dayfly_meta::limits::XZ_INDEX_LEN_MAX;
+use dayfly_meta::limits::{CHECKED_CONTENT_MAX, COMPRESSED_READ_LEN, XZ_INDEX_LEN_MAX};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::frames::{Content, FrameScanner};
 use crate::StageInError;
-
-/// Bytes that are read at once. Parallel file systems do not read less than a page.
-const READ_LEN: u64 = 4096;
-/// A frame whose length can be that of the whole rest of the file is taken for the last one without
-/// a look at its blocks, if its content is longer than this. Otherwise a large file would cost one
-/// read for each block, only to learn that nothing follows.
-const CHECKED_CONTENT_MAX: u64 = 8 << 20;
 
 /// How many bytes a compressed file unpacks to, as far as it tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -102,7 +95,7 @@ impl Reader<'_> {
     fn at(&mut self, offset: u64, len: u64) -> Result<Option<&[u8]>, StageInError> {
         let Some(end) = offset.checked_add(len).filter(|&end| end <= self.len) else { return Ok(None) };
         if !self.holds(offset, end) {
-            self.load(offset, end.max(offset.saturating_add(READ_LEN).min(self.len)))?;
+            self.load(offset, end.max(offset.saturating_add(COMPRESSED_READ_LEN).min(self.len)))?;
         }
         Ok(self.held(offset, end))
     }
@@ -111,7 +104,7 @@ impl Reader<'_> {
     fn before(&mut self, end: u64, len: u64) -> Result<Option<&[u8]>, StageInError> {
         let Some(offset) = end.checked_sub(len).filter(|_| end <= self.len) else { return Ok(None) };
         if !self.holds(offset, end) {
-            self.load(offset.min(end.saturating_sub(READ_LEN)), end)?;
+            self.load(offset.min(end.saturating_sub(COMPRESSED_READ_LEN)), end)?;
         }
         Ok(self.held(offset, end))
     }
@@ -168,7 +161,7 @@ impl Reader<'_> {
                 Some(Content::Told(content)) => {
                     (told_bytes, is_frame_told) = (told_bytes.saturating_add(content), true);
                     // What does not shrink grows by a few bytes per block.
-                    let frame_len_max = content.saturating_add(content / 128).saturating_add(READ_LEN);
+                    let frame_len_max = content.saturating_add(content / 128).saturating_add(COMPRESSED_READ_LEN);
                     if content > CHECKED_CONTENT_MAX && frame_len_max >= self.len - offset {
                         return Ok(UnpackedLen { told_bytes, untold_len: 0 });
                     }
@@ -242,7 +235,7 @@ impl Reader<'_> {
         let Some(at) = self.len.checked_sub(4) else { return Ok(nothing) };
         let Some(claim) = self.u32_at(at)? else { return Ok(nothing) };
         // Bytes that do not shrink grow by some bytes per block, and by a header with a name.
-        let unpacked_min = (self.len - self.len / 64).saturating_sub(READ_LEN);
+        let unpacked_min = (self.len - self.len / 64).saturating_sub(COMPRESSED_READ_LEN);
         Ok(if u64::from(claim) >= unpacked_min { UnpackedLen { told_bytes: claim.into(), untold_len: 0 } } else { nothing })
     }
 

@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use dayfly_meta::limits::COMPRESSED_READS_MAX;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -12,8 +13,6 @@ use super::*;
 
 /// Length of the content that most files here unpack to.
 const LEN: u64 = 12_000_000;
-
-const READS_MAX: u32 = 256;
 
 /// Runs a shell script, and returns false if the first program in it is not installed.
 fn shell(folder: &Path, script: &str) -> bool {
@@ -30,7 +29,7 @@ fn shell(folder: &Path, script: &str) -> bool {
 /// Returns what a file tells, and the number of reads that this took.
 fn look(path: &Path, compression: Compression) -> (UnpackedLen, u32) {
     let mut reads = 0;
-    let found = unpacked_len(&File::open(path).unwrap(), compression, READS_MAX, &mut || {
+    let found = unpacked_len(&File::open(path).unwrap(), compression, COMPRESSED_READS_MAX, &mut || {
         reads += 1;
         Ok(())
     });
@@ -116,14 +115,14 @@ fn what_comes_after_the_last_frame_that_tells_is_counted() {
     // Of many frames, only so many are looked at.
     let many = telling(&bytes[..20_000]).repeat(2000);
     let (found, reads) = look_at(&many, Compression::Zstd);
-    assert_eq!(reads, READS_MAX);
+    assert_eq!(reads, COMPRESSED_READS_MAX);
     let share = found.told_bytes as f64 / 40e6;
     let untold_share = found.untold_len as f64 / many.len() as f64;
     assert!(share > 0.05 && (share + untold_share - 1.0).abs() < 0.01, "{found:?}");
     // The same of blocks of bgzf.
     let many = bgzf(&bytes[..60_000]).repeat(1000);
     let (found, reads) = look_at(&many, Compression::Gzip);
-    assert!(reads == READS_MAX && found.told_bytes > 10_000_000 && found.untold_len > 0, "{found:?}");
+    assert!(reads == COMPRESSED_READS_MAX && found.told_bytes > 10_000_000 && found.untold_len > 0, "{found:?}");
     let few = bgzf(&bytes[..60_000]).repeat(100);
     assert_eq!(look_at(&[few, bgzf(b"")].concat(), Compression::Gzip).0, told(6_000_000));
 }
@@ -198,7 +197,7 @@ fn an_error_of_the_callback_ends_the_look() {
     let file = tempfile::tempfile().unwrap();
     file.write_all_at(&compress(Compression::Xz, b"x"), 0).unwrap();
     for compression in [Compression::Zstd, Compression::Lz4, Compression::Xz, Compression::Gzip] {
-        let found = unpacked_len(&file, compression, READS_MAX, &mut || Err(StageInError::Cancelled));
+        let found = unpacked_len(&file, compression, COMPRESSED_READS_MAX, &mut || Err(StageInError::Cancelled));
         assert!(matches!(found, Err(StageInError::Cancelled)));
     }
 }
@@ -237,7 +236,7 @@ fn hostile_bytes_neither_panic_nor_tell_too_much() {
             }
             std::fs::write(&path, &hostile).unwrap();
             let (found, reads) = look(&path, compression);
-            assert!(reads <= READS_MAX && found.untold_len <= hostile.len() as u64);
+            assert!(reads <= COMPRESSED_READS_MAX && found.untold_len <= hostile.len() as u64);
             assert!(found.told_bytes <= hostile.len() as u64 * growth_max(compression), "{compression:?}: {found:?}");
         }
     }
