@@ -1,7 +1,7 @@
 //! A chunk that is resident in the arena, and the right to read it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::ARENA_UNIT;
@@ -20,11 +20,13 @@ pub(super) struct ResidentChunk {
     /// The location that was published for the chunk, if any.
     published: Option<(Arc<Locations>, BlockId, Location)>,
     marks: Arc<SharedMarks>,
+    /// Whether a request has found the chunk since it was loaded, or since eviction spared it.
+    was_found: AtomicBool,
 }
 
 impl ResidentChunk {
     pub(super) fn new(slot: Slot, published: Option<(Arc<Locations>, BlockId, Location)>, marks: Arc<SharedMarks>) -> Self {
-        Self { slot, published, marks }
+        Self { slot, published, marks, was_found: AtomicBool::new(false) }
     }
 
     /// Withdraws the chunk's location, so that processes no longer find it.
@@ -45,13 +47,17 @@ impl Resident for ResidentChunk {
         (self.slot.len() as u64).next_multiple_of(ARENA_UNIT)
     }
 
+    fn set_mark(&self) {
+        self.was_found.store(true, Ordering::Relaxed);
+    }
+
     fn take_mark(&self) -> bool {
         // The first read is the one that the chunk was fetched for, so that read does not count.
         let was_read_again = self.marks.get(self.unit()) > 1;
         if was_read_again {
             self.marks.set(self.unit(), 1);
         }
-        was_read_again
+        self.was_found.swap(false, Ordering::Relaxed) || was_read_again
     }
 }
 

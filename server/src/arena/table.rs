@@ -5,13 +5,20 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use quick_cache::unsync::Cache;
-use quick_cache::{Lifecycle, Weighter};
+use quick_cache::{Lifecycle, OptionsBuilder, Weighter};
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-/// A resident value, which knows its weight, and whether it was read without a request to the server.
+/// Of this many values that find the table full, one is admitted to those that stay. Each epoch of a training reads each sample
+/// once, in a new order. If every new value displaced an older one, almost all would be evicted before the next epoch reads
+/// them. But some must be admitted, or values that nobody reads any more would stay for ever.
+const ADMITTED_ONE_IN: u64 = 16;
+
+/// A resident value, which knows its weight, and whether it was read again.
 pub(super) trait Resident {
     /// Bytes that the value takes in the arena.
     fn weight(&self) -> u64;
+    /// Records that a request has found the value.
+    fn set_mark(&self);
     /// Returns whether the value was read again since the last call. If so, eviction spares it once.
     fn take_mark(&self) -> bool;
 }
@@ -30,9 +37,11 @@ pub(super) enum Lookup<R, P> {
 /// Keys whose values are resident or being loaded. A value is pinned while anything outside the table has a reference to it.
 pub(super) struct Table<K, R, P> {
     loading: FxHashMap<K, P>,
-    /// Evicts by S3-FIFO, which resists scans: values that were looked up once leave before values that were looked up again.
+    /// Values stay once the cache is full, and newer ones pass through a small part of it, except for those that are admitted
+    /// ([`ADMITTED_ONE_IN`]). These displace values that nobody has read for the longest time.
     resident: Cache<Entry<K>, Option<Arc<R>>, Weights, FxBuildHasher, Pins>,
     capacity: u64,
+    loads: u64,
 }
 
 /// A key, or ballast. Inserting ballast of some weight makes the cache evict values of that weight.
@@ -79,17 +88,24 @@ impl<K, R: Resident> Lifecycle<Entry<K>, Option<Arc<R>>> for Pins {
 impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
     /// Creates a table for `capacity` bytes, sized for about `entries` values.
     pub(super) fn new(capacity: u64, entries: usize) -> Self {
-        let resident = Cache::with(entries, capacity, Weights, FxBuildHasher, Pins);
-        Self { loading: FxHashMap::default(), resident, capacity }
+        let mut options = OptionsBuilder::new();
+        // A cache that remembered what it has evicted would admit all that the next epoch reads.
+        options.estimated_items_capacity(entries).weight_capacity(capacity).ghost_allocation(0.0);
+        let options = options.build().unwrap_or_else(|error| unreachable!("both sizes are set: {error:?}"));
+        let resident = Cache::with_options(options, Weights, FxBuildHasher, Pins);
+        Self { loading: FxHashMap::default(), resident, capacity, loads: 0 }
     }
 
-    /// Looks a key up; the eviction policy counts this as a use of the value.
+    /// Looks a key up, and marks its value as read again.
     pub(super) fn look_up(&self, key: &K) -> Lookup<R, P> {
         if let Some(pending) = self.loading.get(key) {
             return Lookup::Loading(pending.clone());
         }
-        match self.resident.get(&Entry::Key(key.clone())) {
-            Some(Some(value)) => Lookup::Resident(value.clone()),
+        match self.resident.peek(&Entry::Key(key.clone())) {
+            Some(Some(value)) => {
+                value.set_mark();
+                Lookup::Resident(value.clone())
+            }
             _ => Lookup::Absent,
         }
     }
@@ -110,7 +126,14 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
     #[must_use = "dropping the evicted values frees their slots, which is best done without the lock"]
     pub(super) fn finish_load(&mut self, key: K, value: Arc<R>) -> Vec<Arc<R>> {
         self.loading.remove(&key);
-        self.resident.insert_with_lifecycle(Entry::Key(key), Some(value))
+        self.loads += 1;
+        let entry = Entry::Key(key);
+        let evicted = self.resident.insert_with_lifecycle(entry.clone(), Some(value));
+        if self.loads.is_multiple_of(ADMITTED_ONE_IN) {
+            // A value that was looked up is admitted at the next eviction.
+            let _ = self.resident.get(&entry);
+        }
+        evicted
     }
 
     /// Records that a load was given up. The next caller that looks the key up has to load it.
@@ -120,9 +143,15 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
 
     /// Evicts about `bytes`, or less if too much is pinned. Returns the evicted values.
     pub(super) fn evict(&mut self, bytes: u64) -> Vec<Arc<R>> {
-        let ballast = Entry::Ballast(self.capacity.saturating_sub(self.resident.weight()).saturating_add(bytes));
-        let evicted = self.resident.insert_with_lifecycle(ballast.clone(), None);
-        self.resident.remove(&ballast);
+        let target = self.resident.weight().saturating_sub(bytes);
+        let mut evicted = Vec::new();
+        // If all values are marked, the first round only takes their marks.
+        for _ in 0..2 {
+            let Some(missing) = self.resident.weight().checked_sub(target).filter(|&missing| missing > 0) else { break };
+            let ballast = Entry::Ballast(self.capacity.saturating_sub(self.resident.weight()).saturating_add(missing));
+            evicted.extend(self.resident.insert_with_lifecycle(ballast.clone(), None));
+            self.resident.remove(&ballast);
+        }
         evicted
     }
 

@@ -1,5 +1,8 @@
 //! The table under random interleavings (explored with shuttle), and its eviction policy.
 
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
 use shuttle::sync::{Condvar, Mutex};
 use shuttle::thread;
 
@@ -13,6 +16,10 @@ struct Block {
 impl Resident for Block {
     fn weight(&self) -> u64 {
         self.weight
+    }
+
+    fn set_mark(&self) {
+        self.mark.store(true, std::sync::atomic::Ordering::Relaxed);
     }
 
     fn take_mark(&self) -> bool {
@@ -139,17 +146,42 @@ fn a_leased_block_is_never_evicted_while_others_load() {
     });
 }
 
-#[test]
-fn a_scan_does_not_evict_blocks_that_are_read_again() {
-    let mut table: Table<u32, Block, ()> = Table::new(1000, 100);
-    let read = |table: &mut Table<u32, Block, ()>, key| match table.look_up(&key) {
+/// Reads a key, and loads its value if it is absent. Returns whether it was resident.
+fn read(table: &mut Table<u32, Block, ()>, key: u32) -> bool {
+    match table.look_up(&key) {
         Lookup::Resident(_) => true,
         _ => {
             table.begin_load(key, ());
             drop(table.finish_load(key, block(10)));
             false
         }
-    };
+    }
+}
+
+/// Reads each of `keys` once, in an order that `seed` decides. Returns the share that was resident.
+fn epoch(table: &mut Table<u32, Block, ()>, keys: std::ops::Range<u32>, seed: u64) -> f64 {
+    let mut order: Vec<u32> = keys.collect();
+    order.shuffle(&mut StdRng::seed_from_u64(seed));
+    order.iter().filter(|&&key| read(table, key)).count() as f64 / order.len() as f64
+}
+
+#[test]
+fn what_fits_stays_from_epoch_to_epoch_and_other_data_take_its_place() {
+    // Room for 1,000 values.
+    for (values, best) in [(1100, 1000.0 / 1100.0), (1360, 1000.0 / 1360.0), (2000, 0.5), (4000, 0.25)] {
+        let mut table: Table<u32, Block, ()> = Table::new(10_000, 1000);
+        epoch(&mut table, 0..values, 0);
+        let found: Vec<f64> = (1..9).map(|number| epoch(&mut table, 0..values, number)).collect();
+        assert!(found.iter().all(|share| *share > best * 0.75), "{values} values: {found:?}, at best {best}");
+        // Other data are read from now on.
+        let found: Vec<f64> = (0..30).map(|number| epoch(&mut table, 10_000..10_000 + values, number)).collect();
+        assert!(found[29] > best * 0.75, "{values} values: {found:?}, at best {best}");
+    }
+}
+
+#[test]
+fn a_scan_does_not_evict_blocks_that_are_read_again() {
+    let mut table: Table<u32, Block, ()> = Table::new(1000, 100);
     for _ in 0..3 {
         (0..20).for_each(|key| _ = read(&mut table, key));
     }
