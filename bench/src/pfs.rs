@@ -161,8 +161,9 @@ fn attributes(metadata: &Metadata, ino: INodeNo) -> FileAttr {
 
 impl Filesystem for SlowFiles {
     fn init(&mut self, _: &Request, config: &mut KernelConfig) -> io::Result<()> {
-        // A kernel that refuses one of these reads in smaller pieces.
-        let _ = config.add_capabilities(InitFlags::FUSE_MAX_PAGES | InitFlags::FUSE_ASYNC_READ);
+        // A kernel that refuses one of these reads in smaller pieces, or looks up one name of a directory after the other.
+        let flags = InitFlags::FUSE_MAX_PAGES | InitFlags::FUSE_ASYNC_READ | InitFlags::FUSE_PARALLEL_DIROPS;
+        let _ = config.add_capabilities(flags);
         let _ = config.set_max_write(READ_LEN_MAX);
         let _ = config.set_max_readahead(READ_LEN_MAX);
         let _ = config.set_max_background(THREADS as u16);
