@@ -21,7 +21,7 @@ mod scratch;
 pub use build::{About, BuildError, Built, CatalogBuilder, Scratch};
 pub use layout::{Compression, EntryKind, Grouping, Place, Source, SourceKind, Version};
 pub use map::{Attributes, Catalog, CatalogError, Entry, EntryId, Header, Origin, block_len};
-pub use member::{Member, MemberKey, MemberKind, NOT_STORED, StoredBlock};
+pub use member::{Member, MemberKey, MemberKind, NOT_STORED, NOT_STORED_MIN, StoredBlock};
 
 #[cfg(test)]
 mod tests {
@@ -217,13 +217,15 @@ mod tests {
     #[test]
     fn every_block_has_an_owner_but_not_every_block_is_stored() {
         let mut member = file(b"a", 1, 5);
-        for (owner, arrival, is_good) in [(3, 0, true), (3, NOT_STORED, true), (4, 0, false), (u16::MAX, 0, false)] {
+        for (owner, arrival, is_good) in
+            [(3, 0, true), (3, NOT_STORED_MIN, true), (3, NOT_STORED, true), (4, 0, false), (u16::MAX, 0, false)]
+        {
             if let MemberKind::File { blocks, .. } = &mut member.kind {
                 blocks[0] = StoredBlock { owner: NodeId(owner), arrival };
             }
             let catalog = Catalog::open(&build(&[(member.clone(), 1)]).file).unwrap();
             assert_eq!(catalog.check(4).is_ok(), is_good, "{owner}");
-            assert_eq!(catalog.is_stored(BlockId(0)), arrival != NOT_STORED);
+            assert_eq!(catalog.is_stored(BlockId(0)), arrival < NOT_STORED_MIN);
         }
     }
 

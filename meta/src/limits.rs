@@ -349,6 +349,8 @@ pub const CACHE_QUEUE_LEN_MAX: u64 = 64 << 20;
 /// Cached blocks are synced, and become visible to processes, once this many bytes of them are
 /// waiting or once the first of them is [`CACHE_SYNC_INTERVAL`] old.
 pub const CACHE_SYNC_LEN: u64 = 64 << 20;
+/// How long to wait before more is cached, while as much waits to be written as may.
+pub const CACHE_PAUSE: Duration = Duration::from_millis(20);
 /// Age at which a cached block is synced; see [`CACHE_SYNC_LEN`].
 pub const CACHE_SYNC_INTERVAL: Duration = Duration::from_secs(1);
 /// Bytes of read-ahead for a process that reads a large file sequentially.

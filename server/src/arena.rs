@@ -8,6 +8,7 @@
 //!
 //! - [`Arena`] hands out leases on chunks that are resident, and decides who loads the others ([`Arena::claim`]).
 //! - [`load_group`]: the right and the duty to load the chunks of one owner.
+//! - [`kept`]: blocks that a stage-in has read and not stored.
 //! - [`lease`]: a resident chunk, and the right to read it.
 //! - [`table`]: records which chunks are resident or loading, and chooses which ones to evict. It has no locks and never waits,
 //!   so a test explores its interleavings.
@@ -26,6 +27,7 @@
 //!
 //! The arena does not talk to other nodes (`fetch` does) and does not write to drives (`cache_writer` does).
 
+mod kept;
 mod lease;
 mod ledger;
 mod load_group;
@@ -41,7 +43,7 @@ use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::DatasetId;
+use dayfly_meta::id::{BlockId, DatasetId};
 use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::shared::SharedMarks;
 use dayfly_meta::status_page::StatusPage;
@@ -51,6 +53,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, timeout_at};
 
 use crate::store::{ChunkInfo, Dataset};
+pub(crate) use kept::KeptNumbers;
 pub(crate) use lease::Lease;
 use lease::ResidentChunk;
 pub(crate) use ledger::{LeaseHolder, LeaseLedger};
@@ -310,6 +313,20 @@ impl Arena {
         drop(forgotten);
     }
 
+    /// Returns the resident chunks of a dataset.
+    pub(crate) fn chunks_of(&self, dataset: DatasetId) -> Vec<Chunk> {
+        self.table().keys().filter(|key| key.0 == dataset).map(|key| key.1).collect()
+    }
+
+    /// Drops the chunks of blocks that processes find elsewhere from now on. `blocks` have lengths. A leased chunk keeps its room
+    /// until its last lease ends.
+    pub(crate) fn forget_blocks(&self, dataset: DatasetId, blocks: &[(BlockId, u64)]) {
+        for chunk in blocks.iter().flat_map(|&(block, len)| Chunk::all(block, len)) {
+            let forgotten = self.table().take(&(dataset, chunk));
+            drop(forgotten);
+        }
+    }
+
     /// Drops a chunk whose bytes are damaged, so that the next request for it fetches it again.
     /// From then on, nobody finds the damaged copy; existing leases on it keep its room until they
     /// end.
@@ -318,6 +335,10 @@ impl Arena {
         if discarded {
             lease.chunk().withdraw();
         }
+    }
+
+    fn next_generation(&self) -> u32 {
+        self.inner.generation.fetch_add(1, Ordering::Relaxed)
     }
 
     fn table(&self) -> MutexGuard<'_, Table<ChunkKey, ResidentChunk, PendingLoad>> {

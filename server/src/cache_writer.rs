@@ -19,7 +19,7 @@ use tokio::sync::Notify;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::time::{sleep, timeout};
 
-use crate::arena::Lease;
+use crate::arena::{Arena, Lease};
 use crate::blocking::Blocking;
 use crate::stats::Damage;
 use crate::store::Dataset;
@@ -45,8 +45,9 @@ pub(crate) struct CacheWriter {
 
 impl CacheWriter {
     /// Returns the writer and its task, which ends when the writer is dropped.
-    pub(crate) fn new(arena_len: u64, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
+    pub(crate) fn new(arena: Arena, damage: Arc<Damage>, blocking: Arc<dyn Blocking>) -> (Self, impl Future<Output = ()>) {
         let (queue, queued) = unbounded_channel();
+        let waiting_bytes_max = CACHE_QUEUE_LEN_MAX.min(arena.len() / 8);
         let waiting_bytes = Arc::new(AtomicU64::new(0));
         let written = Arc::new(Written::default());
         let writing = write_all(queued, waiting_bytes.clone(), written.clone(), damage, blocking.clone());
@@ -54,16 +55,21 @@ impl CacheWriter {
             tokio::select! {
                 biased;
                 () = writing => {}
-                () = sync_all(&written, &*blocking) => {}
+                () = sync_all(&written, &arena, &*blocking) => {}
             }
         };
-        (Self { queue, waiting_bytes, waiting_bytes_max: CACHE_QUEUE_LEN_MAX.min(arena_len / 8) }, task)
+        (Self { queue, waiting_bytes, waiting_bytes_max }, task)
+    }
+
+    /// Returns whether so many bytes wait to be written that no more are taken.
+    pub(crate) fn is_full(&self) -> bool {
+        self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max
     }
 
     /// Enqueues a chunk to be cached, if this node caches the chunk's block. A chunk that arrives while too many bytes wait is
     /// not cached this time.
     pub(crate) fn enqueue(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: impl FnOnce() -> Option<Lease>) {
-        if !dataset.should_cache(chunk.block) || self.waiting_bytes.load(Ordering::Relaxed) >= self.waiting_bytes_max {
+        if !dataset.should_cache(chunk.block) || self.is_full() {
             return;
         }
         let Some(lease) = lease() else { return };
@@ -115,12 +121,19 @@ impl Written {
     }
 }
 
-/// Syncs one group after another, while the next one is being written.
-async fn sync_all(written: &Written, blocking: &dyn Blocking) {
+/// Syncs one group after another, while the next one is being written. What processes find on drives from then on leaves the arena.
+async fn sync_all(written: &Written, arena: &Arena, blocking: &dyn Blocking) {
     loop {
         for dataset in written.next().await.datasets.into_values() {
             let id = dataset.id().0;
-            match blocking.run(move || dataset.sync_cached()).await {
+            let arena = arena.clone();
+            let sync = move || {
+                let mut published = Vec::new();
+                let synced = dataset.sync_cached(&mut |block, len| published.push((block, len)));
+                arena.forget_blocks(dataset.id(), &published);
+                synced
+            };
+            match blocking.run(sync).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => {
                     tracing::warn!(dataset = id, %error, "a drive failed to sync copies of blocks; the copies are dropped")

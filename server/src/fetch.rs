@@ -38,7 +38,7 @@ use std::sync::{Arc, Mutex};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, NODES_MAX};
+use dayfly_meta::limits::{CACHE_PAUSE, FETCH_ATTEMPTS_MAX, NODES_MAX};
 use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
 use dayfly_meta::wire::status::{Hop, OriginStatus, OwnerStatus, Reads};
 use dayfly_transport::Slot;
@@ -46,7 +46,7 @@ use futures_util::FutureExt;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tracing::Instrument;
 
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
@@ -235,6 +235,31 @@ impl Fetcher {
     /// Caches a prefetched chunk that a process has read, if this node caches the chunk's block.
     pub(crate) fn cache(&self, dataset: &Arc<Dataset>, chunk: Chunk, lease: Lease) {
         self.cache_writer.enqueue(dataset, chunk, || Some(lease));
+    }
+
+    /// Caches, in the background, the blocks in the arena that there is room for. Call this when room has become free: blocks that
+    /// stay in the arena are not loaded again, so they would never be cached.
+    pub(crate) fn cache_resident(self: &Arc<Self>, datasets: Vec<Arc<Dataset>>) {
+        let fetcher = self.clone();
+        self.spawn_origin_load(async move {
+            for dataset in datasets {
+                for chunk in fetcher.arena.chunks_of(dataset.id()) {
+                    let is_wanted = dataset.should_cache(chunk.block) && dataset.chunk(chunk).is_some_and(|info| info.is_block);
+                    if !is_wanted {
+                        continue;
+                    }
+                    let start = Instant::now();
+                    while fetcher.cache_writer.is_full() {
+                        if start.elapsed() > fetcher.peers.deadlines().request {
+                            tracing::debug!("the drives are too slow to cache what is in the arena");
+                            return;
+                        }
+                        sleep(CACHE_PAUSE).await;
+                    }
+                    fetcher.cache_writer.enqueue(&dataset, chunk, || fetcher.arena.find(&(dataset.id(), chunk)));
+                }
+            }
+        });
     }
 
     /// Claims chunks in the arena. While a request waits for room, the others claim only chunks that need no new room.

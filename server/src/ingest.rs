@@ -29,6 +29,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use dayfly_meta::catalog::NOT_STORED_MIN;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BLOCK_SIZE_MAX};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::control::Step;
@@ -231,7 +232,11 @@ impl Intake {
     /// Assigns arrival numbers to `blocks` blocks, and returns the first of them.
     fn number(&mut self, blocks: usize) -> Result<u32, IngestError> {
         let first = self.next_arrival;
-        self.next_arrival = u32::try_from(blocks).ok().and_then(|count| first.checked_add(count)).ok_or(IngestError::Numbers)?;
+        self.next_arrival = u32::try_from(blocks)
+            .ok()
+            .and_then(|count| first.checked_add(count))
+            .filter(|&next| next <= NOT_STORED_MIN)
+            .ok_or(IngestError::Numbers)?;
         Ok(first)
     }
 }

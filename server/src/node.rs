@@ -128,7 +128,7 @@ impl NodeParts {
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
         let damage = Arc::new(Damage::default());
         let peers = Arc::new(Peers::new(node, transport.clone(), exchange, damage.clone(), deadlines));
-        let (cache_writer, caching) = CacheWriter::new(arena.len(), damage.clone(), blocking.clone());
+        let (cache_writer, caching) = CacheWriter::new(arena.clone(), damage.clone(), blocking.clone());
         let fetcher = Arc::new(Fetcher::new(
             arena.clone(),
             peers.clone(),

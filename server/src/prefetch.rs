@@ -118,6 +118,10 @@ impl Prefetcher {
         *current
     }
 
+    pub(crate) fn fetcher(&self) -> &Arc<Fetcher> {
+        &self.fetcher
+    }
+
     pub(crate) fn policy(&self) -> Policy {
         *self.policy.lock().unwrap_or_else(PoisonError::into_inner)
     }

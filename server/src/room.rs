@@ -189,6 +189,8 @@ impl Room {
         // A stage-in may have begun in the meantime.
         if self.has_stage_in() {
             self.pause_caching();
+        } else {
+            self.prefetcher.fetcher().cache_resident(self.store.datasets());
         }
         Ok(())
     }

@@ -43,7 +43,7 @@ use tokio::sync::{SetOnce, watch};
 use tokio::task::JoinSet;
 use tracing::Instrument;
 
-use crate::arena::Arena;
+use crate::arena::{Arena, KeptNumbers};
 use crate::blocking::Blocking;
 use crate::ingest::Ingest;
 use crate::peers::Peers;
@@ -205,6 +205,7 @@ pub(crate) struct NodeStageIn {
     ingest: Arc<Ingest>,
     /// Memory for batches that arrive, until they are written.
     landing: Region,
+    kept: KeptNumbers,
     monitor: Arc<ProgressMonitor>,
     /// Paths that the coordinator has told workers to look for.
     suspect_paths: Arc<SuspectPaths>,
@@ -248,7 +249,7 @@ impl NodeStageIn {
         if theirs != ours {
             return Err(NodeStageInError::OtherRoster { theirs, ours });
         }
-        let segments = Segments::create(context.store.drives(), DatasetId(number as u32)).map_err(NodeStageInError::Begin)?;
+        let segments = Segments::create(context.store.drives(), dataset_id(number)).map_err(NodeStageInError::Begin)?;
         let memory = MemoryShares::divide(context.memory, context.workers);
         let landing = context.transport.region(memory.landing_len()).map_err(NodeStageInError::Begin)?;
         let catalog_drive = context.store.roomiest_drive();
@@ -264,6 +265,7 @@ impl NodeStageIn {
             memory,
             ingest: Arc::new(ingest.map_err(NodeStageInError::Begin)?),
             landing,
+            kept: KeptNumbers::default(),
             monitor,
             suspect_paths: Arc::default(),
             runs: watch::Sender::new(None),
@@ -274,6 +276,11 @@ impl NodeStageIn {
             tasks: Mutex::default(),
             context,
         })
+    }
+
+    /// Returns the id of the dataset that the stage-in makes.
+    fn dataset(&self) -> DatasetId {
+        dataset_id(self.number)
     }
 
     pub(crate) fn ingest(&self) -> &Arc<Ingest> {
@@ -348,6 +355,10 @@ impl NodeStageIn {
     fn publication(&self) -> MutexGuard<'_, Publication> {
         self.publication.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn dataset_id(stage_in: u64) -> DatasetId {
+    DatasetId(stage_in as u32)
 }
 
 fn read_some(file: &File, drive: &Drive, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {

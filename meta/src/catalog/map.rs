@@ -9,7 +9,7 @@ use std::ops::Range;
 use memmap2::Mmap;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::NOT_STORED;
+use super::NOT_STORED_MIN;
 use super::layout::{
     BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
     OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceKind, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
@@ -466,11 +466,11 @@ impl Catalog {
     /// Returns whether the block's owner stored it during the stage-in. A block for which there was no room is read from
     /// its origin.
     pub fn is_stored(&self, block: BlockId) -> bool {
-        self.arrival(block).is_some_and(|arrival| arrival != NOT_STORED)
+        self.arrival(block).is_some_and(|arrival| arrival < NOT_STORED_MIN)
     }
 
-    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; [`NOT_STORED`] if the block is
-    /// not stored.
+    /// Returns a block's number among all blocks that arrived at its owner during the stage-in; from [`NOT_STORED_MIN`] on, the
+    /// block is not stored.
     pub fn arrival(&self, block: BlockId) -> Option<u32> {
         self.record(Column::Arrivals, u64::from(block.0)).map(|bytes| u32::from_le_bytes(*bytes))
     }

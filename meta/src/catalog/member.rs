@@ -26,7 +26,10 @@ pub struct MemberKey {
     pub offset: u64,
 }
 
-/// The arrival number of a block that is not stored, because there was no room for it.
+/// Arrival numbers from this one on say that a block is not stored, because there was no room for it. All but [`NOT_STORED`]
+/// number the blocks that their owner has kept in memory during the stage-in.
+pub const NOT_STORED_MIN: u32 = 1 << 31;
+/// The arrival number of a block that is neither stored nor kept in memory.
 pub const NOT_STORED: u32 = u32::MAX;
 
 /// A block of a member, and where it is.
@@ -34,7 +37,8 @@ pub const NOT_STORED: u32 = u32::MAX;
 pub struct StoredBlock {
     /// The node that stores the block, or reads it from its origin for all others.
     pub owner: NodeId,
-    /// Its number among all blocks that arrived at that node in this stage-in, or [`NOT_STORED`].
+    /// Its number among all blocks that arrived at that node in this stage-in; from [`NOT_STORED_MIN`] on, the block is not
+    /// stored.
     pub arrival: u32,
 }
 

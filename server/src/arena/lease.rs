@@ -1,7 +1,7 @@
 //! A chunk that is resident in the arena, and the right to read it.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::ARENA_UNIT;
@@ -13,25 +13,44 @@ use dayfly_transport::Slot;
 use super::ledger::Leased;
 use super::table::Resident;
 use super::{Arena, ChunkKey};
+use crate::store::Dataset;
 
 /// A resident chunk. Dropping it withdraws its location first, and frees its slot after that.
 pub(super) struct ResidentChunk {
     slot: Slot,
     /// The location that was published for the chunk, if any.
-    published: Option<(Arc<Locations>, BlockId, Location)>,
+    published: OnceLock<(Arc<Locations>, BlockId, Location)>,
     marks: Arc<SharedMarks>,
-    /// Whether a request has found the chunk since it was loaded, or since eviction spared it.
+    is_from_origin: bool,
+    /// Whether a request has found the chunk since it was loaded, or since eviction last looked.
     was_found: AtomicBool,
+    chances: AtomicU8,
 }
 
 impl ResidentChunk {
-    pub(super) fn new(slot: Slot, published: Option<(Arc<Locations>, BlockId, Location)>, marks: Arc<SharedMarks>) -> Self {
-        Self { slot, published, marks, was_found: AtomicBool::new(false) }
+    pub(super) fn new(slot: Slot, marks: Arc<SharedMarks>, is_from_origin: bool) -> Self {
+        let (was_found, chances) = (AtomicBool::new(false), AtomicU8::new(0));
+        let chunk = Self { slot, published: OnceLock::new(), marks, is_from_origin, was_found, chances };
+        chunk.marks.set(chunk.unit(), 0);
+        chunk
+    }
+
+    /// Publishes the chunk, which is the whole block `block`, unless processes can already find that block elsewhere on this node.
+    /// Call this once.
+    pub(super) fn publish(&self, dataset: &Dataset, block: BlockId, generation: u32) {
+        let location = Location::Arena { unit: self.unit() as u32, generation };
+        if dataset.publish_in_arena(block, location) {
+            let _ = self.published.set((dataset.locations().clone(), block, location));
+        }
+    }
+
+    pub(super) fn bytes(&self) -> &[u8] {
+        &self.slot
     }
 
     /// Withdraws the chunk's location, so that processes no longer find it.
     pub(super) fn withdraw(&self) {
-        if let Some((locations, block, location)) = &self.published {
+        if let Some((locations, block, location)) = self.published.get() {
             locations.withdraw(*block, *location);
         }
     }
@@ -47,6 +66,10 @@ impl Resident for ResidentChunk {
         (self.slot.len() as u64).next_multiple_of(ARENA_UNIT)
     }
 
+    fn is_from_origin(&self) -> bool {
+        self.is_from_origin
+    }
+
     fn set_mark(&self) {
         self.was_found.store(true, Ordering::Relaxed);
     }
@@ -58,6 +81,10 @@ impl Resident for ResidentChunk {
             self.marks.set(self.unit(), 1);
         }
         self.was_found.swap(false, Ordering::Relaxed) || was_read_again
+    }
+
+    fn chances(&self) -> &AtomicU8 {
+        &self.chances
     }
 }
 

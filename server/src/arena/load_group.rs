@@ -3,12 +3,10 @@
 use std::collections::HashMap;
 use std::error::Error;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{ARENA_UNIT, FETCH_PART_LEN};
-use dayfly_meta::segment::Location;
+use dayfly_meta::limits::FETCH_PART_LEN;
 use dayfly_transport::Slot;
 use futures_util::FutureExt;
 use tokio::sync::oneshot;
@@ -136,15 +134,11 @@ impl Drop for LoadGroup {
 }
 
 impl Arena {
-    /// Publishes a chunk that is a whole block, unless processes can already find that block elsewhere on this node.
     fn make_resident(&self, dataset: &Dataset, load: &Load, slot: Slot) -> ResidentChunk {
-        let block = load.chunk.block;
-        let unit = (slot.offset() / ARENA_UNIT) as u32;
-        self.inner.marks.set(unit as usize, 0);
-        let generation = self.inner.generation.fetch_add(1, Ordering::Relaxed);
-        let location = Location::Arena { unit, generation };
-        let is_published = load.is_block && dataset.publish_in_arena(block, location);
-        let published = is_published.then(|| (dataset.locations().clone(), block, location));
-        ResidentChunk::new(slot, published, self.inner.marks.clone())
+        let chunk = ResidentChunk::new(slot, self.inner.marks.clone(), dataset.is_mine(load.chunk.block));
+        if load.is_block {
+            chunk.publish(dataset, load.chunk.block, self.next_generation());
+        }
+        chunk
     }
 }

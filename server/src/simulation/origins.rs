@@ -8,7 +8,9 @@ use std::time::Duration;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_meta::limits::{ARENA_UNIT, CHUNK_LEN, ORIGIN_ATTEMPTS_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH, PAGE_SIZE};
+use dayfly_meta::limits::{
+    ARENA_UNIT, CHUNK_LEN, ORIGIN_ATTEMPTS_MAX, ORIGIN_FAILING, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH, PAGE_SIZE,
+};
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_stagein::origin::fault::{FaultyFiles, SourceCall, SourceFault};
 use dayfly_transport::Agreement;
@@ -139,6 +141,8 @@ fn in_session(seed: u64, pfs_streams: usize, test: impl AsyncFnOnce(&mut World<'
         let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
         servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
         session.stage_in(&servers[0], &[&source], TARGET, std::future::pending()).await.unwrap();
+        // What the stage-in has kept in memory would be read from there.
+        servers.iter().for_each(|server| server.parts.arena.forget(dataset(server, TARGET).unwrap().id()));
         let unstored = unstored(&dataset(&servers[0], TARGET).unwrap(), &source);
         assert!((60..lens.len()).contains(&unstored.len()), "{} files are not stored", unstored.len());
         let mut world = World { session: &session, servers, source: &source, pfs: pfs.clone(), unstored };
@@ -277,6 +281,8 @@ fn each_fault_of_the_file_system_gives_the_right_bytes_or_a_clear_error_and_does
 fn a_read_that_fails_is_repeated_a_few_times_after_longer_and_longer_pauses() {
     in_session(2, 4, async |world, _| {
         for is_owner in [true, false] {
+            // A node that has failed to read the source just now would not repeat the read.
+            sleep(ORIGIN_FAILING).await;
             let file = world.next();
             world.pfs.behave(|call| (Duration::ZERO, is_read(call).then_some(SourceFault::Fail(Errno::EIO))));
             world.pfs.take_reads();

@@ -88,6 +88,7 @@ impl NodeStageIn {
             let stored_bytes = ingest.stored_bytes();
             let new = NewDataset { id, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
             let dataset = new.prepare(me, nodes, &|arrival| ingest.find(arrival))?;
+            stage_in.context.arena.adopt(&dataset);
             stage_in.publication().prepared = Some(Arc::new(dataset));
             Ok(())
         });
@@ -139,8 +140,8 @@ impl NodeStageIn {
         let mut publication = self.publication();
         if let Some(visible) = publication.visible.take() {
             self.context.store.hide(visible);
-            self.context.arena.forget(visible);
         }
+        self.context.arena.forget(self.dataset());
         if let Some(replaced) = publication.replaced.take() {
             self.context.store.show(replaced, None);
         }

@@ -7,6 +7,7 @@
 use std::error::Error;
 use std::sync::Arc;
 
+use dayfly_meta::catalog::StoredBlock;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
 use dayfly_meta::wire::peer::{Damaged, NodeStageInReply, NodeStageInRequest, OfferReply, OfferRequest, Rival};
@@ -225,5 +226,18 @@ impl Sink for NodeSink {
             Ok(_) => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
             Err(error) => Err(ship_error(owner, error)),
         }
+    }
+
+    fn keep(
+        &mut self,
+        len: u64,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), StageInError>,
+    ) -> Result<Option<StoredBlock>, StageInError> {
+        let NodeStageIn { context, kept, .. } = &*self.stage_in;
+        let Some(mut slot) = context.arena.spare(len) else { return Ok(None) };
+        let Some(arrival) = kept.next() else { return Ok(None) };
+        fill(&mut slot)?;
+        context.arena.keep(self.stage_in.dataset(), arrival, slot);
+        Ok(Some(StoredBlock { owner: context.node, arrival }))
     }
 }

@@ -257,12 +257,12 @@ impl Dataset {
         Ok(bytes.len() as u64)
     }
 
-    /// Waits until the written blocks are on the drives, and publishes them.
+    /// Waits until the written blocks are on the drives, publishes them, and passes each of them with its length to `see`.
     ///
     /// # Errors
     /// If a drive fails, everything that was written to that drive since its last successful sync is dropped, and the drive
     /// gets no further cached block of this dataset. The blocks on the other drives are published.
-    pub(crate) fn sync_cached(&self) -> io::Result<()> {
+    pub(crate) fn sync_cached(&self, see: &mut dyn FnMut(BlockId, u64)) -> io::Result<()> {
         let synced_group = {
             let mut writing = self.cached_blocks().lock();
             if self.is_gone() {
@@ -288,6 +288,7 @@ impl Dataset {
         for (block, Unsynced { position, len, .. }) in writing.unsynced.extract_if(is_covered) {
             self.locations().publish(block, Location::Cached(position));
             self.cached_blocks().add(len);
+            see(block, len);
         }
         result
     }

@@ -6,7 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dayfly_meta::catalog::{Catalog, CatalogError, block_len};
+use dayfly_meta::catalog::{Catalog, CatalogError, NOT_STORED, NOT_STORED_MIN, block_len};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
 use dayfly_meta::limits::CHUNK_LEN;
@@ -252,6 +252,21 @@ impl Dataset {
 
     pub(crate) fn is_gone(&self) -> bool {
         self.gone.load(Ordering::Acquire)
+    }
+
+    /// Calls `see` with the arrival number and the id of each block that this node has kept in memory during the stage-in.
+    pub(crate) fn each_kept(&self, see: &mut dyn FnMut(u32, BlockId)) {
+        if self.owned.unstored_bytes == 0 {
+            return;
+        }
+        for block in (0..self.catalog.header().blocks).map(BlockId) {
+            if self.is_mine(block)
+                && let Some(arrival) = self.catalog.arrival(block)
+                && (NOT_STORED_MIN..NOT_STORED).contains(&arrival)
+            {
+                see(arrival, block);
+            }
+        }
     }
 
     /// Frees the dataset's room at once. Call [`Self::set_gone`] first.

@@ -299,7 +299,7 @@ impl<S: Sink> Worker<S> {
             }
             for ((index, part), block, bytes) in batch.iter() {
                 let Some(owner) = self.owner(index, part, &self.full)? else {
-                    self.mark_unstored(index, part);
+                    self.keep_or_leave(index, part, bytes)?;
                     continue;
                 };
                 self.append(owner, (index, part), bytes.len(), &mut |space| {

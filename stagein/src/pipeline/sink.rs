@@ -2,6 +2,7 @@
 
 use std::ops::DerefMut;
 
+use dayfly_meta::catalog::StoredBlock;
 use dayfly_meta::id::NodeId;
 #[cfg(doc)]
 use dayfly_meta::limits::BATCH_LEN_MAX;
@@ -58,6 +59,22 @@ pub trait Sink {
     ///
     /// The errors of [`Self::next_delivery`].
     fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
+
+    /// Keeps a block that is not stored in memory, if there is room, so that its first readers find it there. `fill` writes the
+    /// block's `len` bytes. Returns the block, whose owner is the node that keeps it. Returns `None`, without a call of `fill`,
+    /// if the block is not kept.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `fill`.
+    fn keep(
+        &mut self,
+        len: u64,
+        fill: &mut dyn FnMut(&mut [u8]) -> Result<(), StageInError>,
+    ) -> Result<Option<StoredBlock>, StageInError> {
+        let _ = (len, fill);
+        Ok(None)
+    }
 }
 
 /// The outcome of shipping a batch or piece.

@@ -1,5 +1,5 @@
-//! Blocks of a dataset that does not fit, which are not stored. Such a block is read for its checksums only. Whoever wants it later
-//! gets it from its origin, by way of its owner.
+//! Blocks of a dataset that does not fit, which are not stored. Such a block is read for its checksums only, and perhaps kept in
+//! memory until others need its place. Whoever wants it later gets it from its origin, by way of its owner.
 
 use std::io::{self, Read};
 
@@ -25,7 +25,7 @@ impl<S: Sink> Worker<S> {
         self.stored_share.is_some() && self.unit.is_readable_again && is_readable(&self.members[index].kind)
     }
 
-    /// Reads a block for its checksums, and marks it as not stored.
+    /// Reads a block for its checksums, and marks it as not stored. A block of one chunk may be kept in memory.
     pub(super) fn read_unstored(
         &mut self,
         index: usize,
@@ -34,6 +34,19 @@ impl<S: Sink> Worker<S> {
         data: &mut dyn Read,
         read_error: &dyn Fn(io::Error) -> StageInError,
     ) -> Result<(), StageInError> {
+        if block_len <= CHUNK_LEN {
+            let mut found = 0;
+            let kept = self.sink.keep(block_len, &mut |space| {
+                data.read_exact(space).map_err(read_error)?;
+                found = checksum(space);
+                Ok(())
+            })?;
+            if let Some(kept) = kept {
+                self.add_checksum(index, found);
+                self.set_block(index, part, kept);
+                return Ok(());
+            }
+        }
         let mut left = block_len;
         while left > 0 {
             let len = left.min(CHUNK_LEN) as usize;
@@ -50,8 +63,21 @@ impl<S: Sink> Worker<S> {
         Ok(())
     }
 
+    /// Marks a block that no node had room for as not stored. Its bytes may be kept in memory.
+    pub(super) fn keep_or_leave(&mut self, index: usize, part: u32, bytes: &[u8]) -> Result<(), StageInError> {
+        let kept = self.sink.keep(bytes.len() as u64, &mut |space| {
+            space.copy_from_slice(bytes);
+            Ok(())
+        });
+        match kept? {
+            Some(kept) => self.set_block(index, part, kept),
+            None => self.mark_unstored(index, part),
+        }
+        Ok(())
+    }
+
     /// Marks a block as not stored. Its owner is its first candidate, whether that node is full or not.
-    pub(super) fn mark_unstored(&mut self, index: usize, part: u32) {
+    fn mark_unstored(&mut self, index: usize, part: u32) {
         let owner = self.placement.owner(self.group(&self.members[index].path), part, &NodeSet::new());
         // A session has at least one node.
         let Some(owner) = owner else { return };

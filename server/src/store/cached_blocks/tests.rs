@@ -78,11 +78,11 @@ fn copies_are_found_after_the_sync_that_covers_them_and_not_before() {
     assert!(fixture.found().is_empty());
     fixture.write(10..30).unwrap();
     assert!(fixture.found().is_empty());
-    fixture.dataset.sync_cached().unwrap();
+    fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
     assert_eq!(fixture.found(), (0..30).collect::<Vec<_>>());
     fixture.write(0..40).unwrap();
     assert_eq!(fixture.found().len(), 30);
-    fixture.dataset.sync_cached().unwrap();
+    fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
     assert_eq!(fixture.found().len(), 40);
     fixture.assert_found_blocks_are_right();
     assert_eq!(fixture.dataset.segments().cached_room() / 5000, 40, "no block is written twice");
@@ -95,17 +95,17 @@ fn a_failed_write_back_or_sync_drops_everything_since_the_last_good_sync() {
     for call in 0..2 {
         let fixture = Fixture::new(5000);
         fixture.write(0..20).unwrap();
-        fixture.dataset.sync_cached().unwrap();
+        fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
         fixture.write(20..30).unwrap();
         let failing = [&fixture.failing.start, &fixture.failing.sync][call];
         failing.store(true, Ordering::Relaxed);
-        let (written, synced) = (fixture.write(30..40).map(drop), fixture.dataset.sync_cached());
+        let (written, synced) = (fixture.write(30..40).map(drop), fixture.dataset.sync_cached(&mut |_, _| {}));
         assert_eq!((written.is_err(), synced.is_err()), (call == 0, call == 1));
         let error = written.and(synced).unwrap_err().to_string();
         assert!(error.contains("has lost what was written to it") && error.contains("--data-dir"), "{error}");
         // A repeated sync would succeed, and would prove nothing.
         fixture.write(0..FILES).unwrap();
-        let _ = fixture.dataset.sync_cached();
+        let _ = fixture.dataset.sync_cached(&mut |_, _| {});
         assert_eq!(fixture.found(), (0..20).collect::<Vec<_>>());
         fixture.assert_found_blocks_are_right();
         let before = fixture.dataset.segments().cached_room();
@@ -126,7 +126,7 @@ fn the_offset_of_a_withdrawn_block_is_never_used_again() {
         for _ in 0..5 {
             fixture.dataset.raise_cache_threshold(ALL).unwrap();
             fixture.write(0..FILES).unwrap();
-            fixture.dataset.sync_cached().unwrap();
+            fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
             assert_eq!(fixture.found().len(), FILES as usize);
             fixture.assert_found_blocks_are_right();
             assert!((0..FILES).all(|block| used.insert(fixture.position(block).unwrap().offset)), "an offset was used twice");
@@ -145,7 +145,7 @@ fn the_offset_of_a_withdrawn_block_is_never_used_again() {
 fn a_lower_threshold_withdraws_some_blocks_and_frees_their_pages() {
     let fixture = Fixture::new(3000);
     fixture.write(0..FILES).unwrap();
-    fixture.dataset.sync_cached().unwrap();
+    fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
     let room = fixture.dataset.segments().cached_room();
     let mut last = FILES as usize;
     while last > 0 {
@@ -167,7 +167,7 @@ fn blocks_that_are_withdrawn_before_their_sync_are_not_found() {
     let fixture = Fixture::new(5000);
     fixture.write(0..20).unwrap();
     fixture.dataset.lower_cache_threshold(ALL / 2);
-    fixture.dataset.sync_cached().unwrap();
+    fixture.dataset.sync_cached(&mut |_, _| {}).unwrap();
     let half: Vec<u32> = (0..20).filter(|&block| hash(BlockId(block), 0) < ALL / 2).collect();
     assert_eq!(fixture.found(), half);
     fixture.dataset.free_withdrawn().unwrap();
