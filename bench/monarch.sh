@@ -6,7 +6,8 @@
 #
 # Models are pauses of fixed length for each batch of 4 files. Reading such a batch takes the file system 21 ms; the pauses are 4, 8
 # and 32 ms for LeNet, AlexNet and ResNet-50: the first two wait for their data, the last one does not.
-# These lengths are ours, not the paper's ratios.
+# These lengths are ours, not the paper's ratios. The paper reports, with its own tier of 55 %: up to 28 % less time with
+# TensorFlow, up to 37 % with PyTorch, and up to 56 % fewer operations.
 # Rows:
 #   PFS      the loader reads from the file system. A control group bounds what the kernel may keep of it: a third of the data,
 #            besides the memory of the process itself.

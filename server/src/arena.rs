@@ -2,7 +2,7 @@
 //!
 //! A chunk in the arena is in one of three states. It is *loading* (one request fetches it, and every other request for it
 //! waits for that fetch), *leased* (at least one [`Lease`] pins it), or *idle*. Idle chunks stay until their room is needed;
-//! a scan-resistant policy then decides which of them to evict.
+//! a policy made for epochs then decides which of them to evict.
 //!
 //! # Parts
 //!

@@ -22,8 +22,9 @@ const ORIGIN_ADMITTED_ONE_IN: u64 = 4;
 /// How often eviction spares such a value after each time that it was read. Other values are spared once.
 const ORIGIN_CHANCES: u8 = 3;
 
-/// The capacity of the table follows what really fits, in steps of this part.
+/// The capacity of the table follows what really fits, in steps of this part, but not below [`CAPACITY_SHARE_MIN`] of its size.
 const CAPACITY_STEPS: u64 = 64;
+const CAPACITY_SHARE_MIN: u64 = 4;
 
 /// A resident value, which knows its weight, and whether it was read again.
 pub(super) trait Resident {
@@ -64,6 +65,7 @@ pub(super) struct Table<K, R, P> {
     /// Values stay once the cache is full, and newer ones pass through a small part of it, except for those that are admitted
     /// ([`ADMITTED_ONE_IN`]). These displace values that nobody has read for the longest time.
     resident: Cache<Entry<K>, Option<Arc<R>>, Weights, FxBuildHasher, Pins>,
+    capacity_min: u64,
     /// The state of a generator of numbers that decide which values are admitted. A mere count of loads could be in step with the
     /// order of reads.
     random: u64,
@@ -120,7 +122,7 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
         options.estimated_items_capacity(entries).weight_capacity(capacity).ghost_allocation(0.0);
         let options = options.build().unwrap_or_else(|error| unreachable!("both sizes are set: {error:?}"));
         let resident = Cache::with_options(options, Weights, FxBuildHasher, Pins);
-        Self { loading: FxHashMap::default(), resident, random: 1, from_origin: 0 }
+        Self { loading: FxHashMap::default(), resident, capacity_min: capacity / CAPACITY_SHARE_MIN, random: 1, from_origin: 0 }
     }
 
     /// Looks a key up, and marks its value as read again.
@@ -185,7 +187,8 @@ impl<K: Clone + Eq + std::hash::Hash, R: Resident, P: Clone> Table<K, R, P> {
     /// Evicts about `bytes`, or less if too much is pinned. Call this when there is no more room for values. Returns the evicted
     /// values.
     pub(super) fn evict(&mut self, bytes: u64) -> Vec<Arc<R>> {
-        let full = self.resident.weight().max(1);
+        // While most of the room is taken by loads, few values are resident.
+        let full = self.resident.weight().max(self.capacity_min);
         if full + full / CAPACITY_STEPS < self.resident.capacity() {
             // Between the values there is room that is of no use. The cache must know that it is full, or all values would be
             // among those that stay.
