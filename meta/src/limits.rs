@@ -268,6 +268,8 @@ pub const PFS_STREAMS_DEFAULT: u16 = 16;
 pub const PFS_STREAMS_MAX: u16 = 256;
 /// Different reasons in one answer to a request for chunks. Further chunks get the last of them.
 pub const MISSING_REASONS_MAX: usize = 32;
+/// A node that does not answer is asked at longer and longer intervals, at most this long.
+pub const SUSPECT_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(8);
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

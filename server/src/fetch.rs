@@ -12,6 +12,7 @@
 //! - [`from_origins`] reads blocks that this node owns, but has on no drive, from their origins.
 //! - [`without_arena`] does so for peers while the arena has no room.
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
+//! - [`takeover`] chooses other nodes while the owner does not answer.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
@@ -30,6 +31,7 @@ mod error;
 mod from_origins;
 mod recheck;
 mod serve;
+mod takeover;
 mod verify;
 mod without_arena;
 
@@ -55,7 +57,7 @@ use crate::cache_writer::CacheWriter;
 use crate::origins::{OriginFailure, Origins};
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
-use crate::store::Dataset;
+use crate::store::{ChunkInfo, Dataset};
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
@@ -205,7 +207,7 @@ impl Fetcher {
     ///
     /// Waits for room for the first chunk only. Only a client that holds no leases may call this.
     pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (mut ready, wanted) = look_up(dataset, chunks);
+        let (mut ready, wanted) = self.look_up(dataset, chunks);
         let Some(first) = wanted.first().cloned() else { return PendingFetch::completed(ready) };
         let budget = budget.max(first.info.len);
         let claimed = self.claim(dataset, wanted, budget);
@@ -221,14 +223,20 @@ impl Fetcher {
 
     /// Like [`Self::begin`], but does not wait for room, and takes no room while other requests wait for it.
     pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (ready, wanted) = look_up(dataset, chunks);
+        let (ready, wanted) = self.look_up(dataset, chunks);
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::OnArrival)
+    }
+
+    /// Like [`Self::begin_if_room`], but reads all chunks from their origins that are on no drive of this node.
+    fn begin_as_owner(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> PendingFetch {
+        let (ready, wanted) = look_up(dataset, chunks, &|_, _| self.peers.own_node());
+        self.start(dataset, ready, self.claim(dataset, wanted, u64::MAX), Caching::OnArrival)
     }
 
     /// Like [`Self::begin_if_room`], for chunks that are prefetched. They are not cached on arrival: a process would then read
     /// the cached copy, which leaves no mark, and the prefetcher could not see that the chunk was read.
     pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (ready, wanted) = look_up(dataset, chunks);
+        let (ready, wanted) = self.look_up(dataset, chunks);
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::ByCaller)
     }
 
@@ -260,6 +268,12 @@ impl Fetcher {
                 }
             }
         });
+    }
+
+    /// Separates the chunks that need no fetch from the chunks that need one, and decides whom to ask for these.
+    fn look_up(&self, dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
+        let suspects = self.peers.suspects();
+        look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, suspects.as_ref()))
     }
 
     /// Claims chunks in the arena. While a request waits for room, the others claim only chunks that need no new room.
@@ -311,8 +325,12 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
+                    let others_can = self.can_ask_others(&dataset, &requested, owner, &error);
                     for number in remaining {
-                        outcomes[number] = Err(read_error(&dataset, chunks[number], error.clone()));
+                        outcomes[number] = Err(match others_can {
+                            true => FetchError::AskOthers,
+                            false => read_error(&dataset, chunks[number], error.clone()),
+                        });
                     }
                     break;
                 }
@@ -378,6 +396,8 @@ impl Fetcher {
                         }
                         Fetched::Leased(lease)
                     }
+                    // Whoever wants the chunk asks for it again.
+                    Err(error) if matches!(*error, FetchError::AskOthers) => continue,
                     Err(error) => Fetched::Failed(FetchError::clone(&error)),
                 },
             ));
@@ -395,8 +415,9 @@ impl Fetcher {
         slots: Vec<Slot>,
     ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
+        let takes_over = chunks.iter().any(|chunk| dataset.catalog().owner(chunk.block) != Some(owner));
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
-        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck };
+        let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck, takes_over };
         let start = Instant::now();
         let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
@@ -422,14 +443,14 @@ impl Fetcher {
 }
 
 /// Separates the chunks that need no fetch from the chunks that need one.
-fn look_up(dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
+fn look_up(dataset: &Dataset, chunks: &[Chunk], source: &dyn Fn(Chunk, NodeId) -> NodeId) -> (FetchedChunks, Vec<Wanted>) {
     let mut ready = FetchedChunks::new();
     let mut wanted = Vec::with_capacity(chunks.len());
     dataset.prefetch(chunks);
     for (index, &chunk) in (0..).zip(chunks) {
         match dataset.chunk(chunk) {
             Some(_) if dataset.is_local(chunk.block) => ready.push((index, Fetched::Local)),
-            Some(info) => wanted.push(Wanted { index, chunk, info }),
+            Some(info) => wanted.push(Wanted { index, chunk, info: ChunkInfo { owner: source(chunk, info.owner), ..info } }),
             None => ready.push((index, Fetched::Failed(FetchError::NoSuchBlock(chunk.block)))),
         }
     }
@@ -444,6 +465,9 @@ async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, loa
         && let Some(failure) = failures.get(&chunk)
     {
         let error = failure.downcast_ref::<FetchError>().cloned();
+        if let Some(FetchError::AskOthers) = error {
+            return FetchedChunks::new();
+        }
         let error = error.unwrap_or_else(|| read_error(&dataset, chunk, ReadError::Joined(failure.clone())));
         return vec![(index, Fetched::Failed(error))];
     }

@@ -12,6 +12,7 @@
 mod dialer;
 mod loopback;
 mod pull_bytes;
+mod suspects;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
@@ -30,6 +31,7 @@ use crate::blocking::Blocking;
 use crate::stats::Damage;
 use dialer::Dialer;
 use loopback::Loopback;
+use suspects::Suspects;
 
 /// Why a peer could not be asked, or why it did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -85,6 +87,7 @@ pub(crate) struct Peers {
     transport: Arc<dyn Transport>,
     roster: OnceLock<Vec<Dialer>>,
     loopback: OnceLock<Arc<Loopback>>,
+    suspects: Suspects,
     /// Memory for the bytes of runs and catalogs. These bytes do not belong in the arena.
     exchange: Region,
     damage: Arc<Damage>,
@@ -100,7 +103,8 @@ impl Peers {
         damage: Arc<Damage>,
         deadlines: Deadlines,
     ) -> Self {
-        Self { node, transport, roster: OnceLock::new(), loopback: OnceLock::new(), exchange, damage, deadlines }
+        let (roster, loopback, suspects) = (OnceLock::new(), OnceLock::new(), Suspects::new());
+        Self { node, transport, roster, loopback, suspects, exchange, damage, deadlines }
     }
 
     /// Returns the number of this node.

@@ -4,6 +4,8 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use crate::path::group;
+
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout. Any change to the layout below must increment the version.
@@ -86,6 +88,16 @@ pub enum Grouping {
     None,
     /// Files of one directory whose names differ only after their last dot, such as `7.jpg` and `7.txt`.
     Stem,
+}
+
+impl Grouping {
+    /// Returns the part of a path that the placement hashes. It is the same for all files of one sample.
+    pub fn of(self, path: &[u8]) -> &[u8] {
+        match self {
+            Self::None => path,
+            Self::Stem => group(path),
+        }
+    }
 }
 
 /// The kind of an entry.

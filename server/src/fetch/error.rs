@@ -21,6 +21,9 @@ pub(crate) enum FetchError {
     ArenaFull,
     #[error("the dataset has no block {}", .0.0)]
     NoSuchBlock(BlockId),
+    /// The chunk's owner does not answer, and other nodes can read the chunk. It is asked for again.
+    #[error("its owner does not answer")]
+    AskOthers,
     #[error("node {owner} does not hold {chunk}")]
     NotHeld { owner: NodeId, chunk: ChunkName },
     #[error("node {owner} cannot read {chunk}: {reason}")]

@@ -28,16 +28,22 @@ pub(crate) struct Served {
 type Absent = Option<Result<Vec<u8>, FetchError>>;
 
 impl Fetcher {
-    /// Answers a peer that reads chunks of blocks that this node owns. With `recheck`, this node first examines its copies, and no
-    /// longer uses those that are bad.
-    pub(crate) async fn serve(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], recheck: bool) -> Served {
+    /// Answers a peer that reads chunks of blocks that this node owns, or with `takes_over`, of blocks whose owner does not answer
+    /// that peer. With `recheck`, this node first examines its copies, and no longer uses those that are bad.
+    pub(crate) async fn serve(
+        self: &Arc<Self>,
+        dataset: &Arc<Dataset>,
+        chunks: &[Chunk],
+        recheck: bool,
+        takes_over: bool,
+    ) -> Served {
         if recheck {
             // Whoever asked gets the errors of the chunks themselves.
             self.recheck(dataset, chunks).await;
         }
         dataset.prefetch(chunks);
         let mut pieces: Vec<Option<Piece>> = chunks.iter().map(|&chunk| dataset.piece(chunk)).collect();
-        let is_absent = |&index: &usize| pieces[index].is_none() && dataset.is_mine(chunks[index].block);
+        let is_absent = |&index: &usize| pieces[index].is_none() && (takes_over || dataset.is_mine(chunks[index].block));
         let absent: Vec<usize> = (0..chunks.len()).filter(is_absent).collect();
         let mut served = Served { missing: Vec::new(), reasons: Vec::new(), pieces: Vec::new() };
         let mut why = vec![WhyMissing::NotOwned; chunks.len()];
@@ -62,7 +68,7 @@ impl Fetcher {
         served
     }
 
-    /// Reads chunks that this node owns, but has on no drive, for peers. They go through the arena as long as it has room, so that
+    /// Reads chunks that this node owns, or reads in place of their owner, and has on no drive, for peers. They go through the arena as long as it has room, so that
     /// equal requests are joined, and this node's processes find the chunks there. A request of a peer does not wait for room in the
     /// arena: two nodes could wait for each other.
     ///
@@ -71,7 +77,7 @@ impl Fetcher {
         let deadline = Instant::now() + self.peers.deadlines().request / 2;
         let mut read: Vec<Absent> = chunks.iter().map(|_| None).collect();
         let mut is_left = vec![true; chunks.len()];
-        let mut fetch = self.begin_if_room(dataset, chunks, u64::MAX);
+        let mut fetch = self.begin_as_owner(dataset, chunks);
         fetch.awaited.iter().for_each(|&index| is_left[index as usize] = false);
         while let Ok(Some(part)) = timeout_at(deadline, fetch.next()).await {
             for (index, fetched) in part {

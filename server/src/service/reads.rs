@@ -23,14 +23,14 @@ impl Reads {
     pub(super) async fn answer(&self, request: ReadRequest, room: &[u64]) -> Answered<(ReadReply, Vec<Piece>)> {
         let first_room = room.first().copied().unwrap_or(0);
         match request {
-            ReadRequest::Chunks { dataset, chunks, recheck } => {
+            ReadRequest::Chunks { dataset, chunks, recheck, takes_over } => {
                 let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists");
                 let dataset = self.readable_dataset(dataset).ok_or_else(gone)?;
                 if chunks.len() != room.len() {
                     let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());
                     return Err(Rejection::new(RejectionKind::Invalid, reason));
                 }
-                let Served { missing, reasons, pieces } = self.fetcher.serve(&dataset, &chunks, recheck).await;
+                let Served { missing, reasons, pieces } = self.fetcher.serve(&dataset, &chunks, recheck, takes_over).await;
                 Ok((ReadReply::Chunks { missing, reasons }, pieces))
             }
             ReadRequest::Run { stage_in, run, offset } => {

@@ -3,14 +3,15 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use dayfly_meta::catalog::{Catalog, CatalogError, NOT_STORED, NOT_STORED_MIN, block_len};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId};
 use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::locations::Locations;
+use dayfly_meta::placement::{Member, NodeSet, Placement};
 use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_transport::Piece;
 
@@ -68,6 +69,8 @@ pub(crate) struct Dataset {
     me: NodeId,
     owned: Owned,
     cached_blocks: CachedBlocks,
+    /// The placement of the stage-in. Nobody needs it until a node is lost.
+    placement: OnceLock<Placement>,
     /// Set before the blocks' room is freed. Pieces that are being sent to peers share this flag.
     gone: Arc<AtomicBool>,
     /// The room of the catalog.
@@ -134,6 +137,7 @@ impl NewDataset<'_> {
             me,
             owned,
             cached_blocks,
+            placement: OnceLock::new(),
             gone,
             _room: room,
         })
@@ -210,6 +214,20 @@ impl Dataset {
             owner: self.catalog.owner(chunk.block)?,
             is_block: block_len <= CHUNK_LEN,
         })
+    }
+
+    /// Returns the first of a block's candidates that is not skipped; `None` if all are.
+    pub(crate) fn candidate(&self, block: BlockId, skipped: &NodeSet) -> Option<NodeId> {
+        let (sample, _) = self.catalog.block(block)?;
+        let (_, blocks) = self.catalog.sample(sample)?;
+        let header = self.catalog.header();
+        let placement = self.placement.get_or_init(|| {
+            let members = (0..).map(NodeId).zip(self.catalog.capacities());
+            let members: Vec<Member> = members.map(|(node, capacity)| Member { node, capacity }).collect();
+            Placement::new(header.seed, &members)
+        });
+        let path = self.catalog.placed_path(sample)?;
+        placement.owner(header.group.of(&path), block.0 - blocks.start, skipped)
     }
 
     /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether the

@@ -12,9 +12,9 @@ use dayfly_meta::catalog::{Member, MemberKind, StoredBlock};
 use dayfly_meta::checksum::{checksum, combine};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BATCH_LEN_MAX, BATCHES_IN_FLIGHT_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, SAMPLE_SIZE_MAX};
-use dayfly_meta::path::{display, group};
+use dayfly_meta::path::display;
 use dayfly_meta::placement::NodeSet;
-use dayfly_meta::wire::control::{Grouping, Step};
+use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Rival, ShippedBlock};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -156,10 +156,7 @@ impl<S: Sink> Worker<S> {
     /// Returns the key by which a path is placed and shuffled; samples with equal keys stay
     /// together.
     pub(super) fn group<'a>(&self, path: &'a [u8]) -> &'a [u8] {
-        match self.selection.group {
-            Grouping::None => path,
-            Grouping::Stem => group(path),
-        }
+        self.selection.group.of(path)
     }
 
     pub(super) fn set_block(&mut self, index: usize, part: u32, block: StoredBlock) {

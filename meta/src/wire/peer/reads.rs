@@ -8,7 +8,7 @@ use crate::id::DatasetId;
 /// A request for bytes that the peer holds.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum ReadRequest {
-    /// Chunks of blocks that the peer owns, one piece and one slot for each. Reply: [`ReadReply::Chunks`].
+    /// Chunks of blocks that the peer owns, or that it reads in place of their owner, one piece and one slot for each. Reply: [`ReadReply::Chunks`].
     Chunks {
         /// The dataset of all these chunks.
         dataset: DatasetId,
@@ -16,6 +16,8 @@ pub enum ReadRequest {
         chunks: Vec<Chunk>,
         /// Whether the peer must first examine its copies, because one of them was bad.
         recheck: bool,
+        /// Whether the peer is asked in place of the owner, which does not answer.
+        takes_over: bool,
     },
     /// Bytes of a sorted run, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
     Run {

@@ -1,0 +1,74 @@
+//! The peers that did not answer lately. Reads go to other nodes meanwhile. A task asks each of them again and again, and takes it
+//! from the list once it answers.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::SUSPECT_ASKED_INTERVAL_MAX;
+use dayfly_meta::placement::NodeSet;
+use dayfly_meta::wire::peer::AdministrationRequest;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use super::Peers;
+
+/// The list of suspects. Nearly always it is empty.
+pub(super) struct Suspects {
+    is_any: AtomicBool,
+    list: Mutex<List>,
+}
+
+struct List {
+    nodes: NodeSet,
+    /// A task for each suspect. They end with the peers.
+    asking: JoinSet<()>,
+}
+
+impl Suspects {
+    pub(super) fn new() -> Self {
+        Self { is_any: AtomicBool::new(false), list: Mutex::new(List { nodes: NodeSet::new(), asking: JoinSet::new() }) }
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn remove(&self, node: NodeId) {
+        let mut list = self.list();
+        list.nodes.remove(node);
+        self.is_any.store(!list.nodes.is_empty(), Ordering::Release);
+    }
+}
+
+impl Peers {
+    /// Returns the peers that did not answer lately; `None` if there are none.
+    pub(crate) fn suspects(&self) -> Option<NodeSet> {
+        self.suspects.is_any.load(Ordering::Acquire).then(|| self.suspects.list().nodes)
+    }
+
+    /// Records that a peer did not answer. From now on, the peer is asked until it answers.
+    pub(crate) fn suspect(self: &Arc<Self>, node: NodeId) {
+        let mut list = self.suspects.list();
+        if node == self.node || !list.nodes.insert(node) {
+            return;
+        }
+        self.suspects.is_any.store(true, Ordering::Release);
+        tracing::warn!(%node, "this node does not answer; its blocks are read from other nodes or from their origins");
+        let (peers, timeout) = (Arc::downgrade(self), self.deadlines.request);
+        let mut pause = self.deadlines.redial;
+        while list.asking.try_join_next().is_some() {}
+        list.asking.spawn(async move {
+            loop {
+                sleep(pause).await;
+                pause = (pause * 2).min(SUSPECT_ASKED_INTERVAL_MAX);
+                let Some(peers) = peers.upgrade() else { return };
+                if peers.ask(node, AdministrationRequest::Status, timeout).await.is_ok() {
+                    tracing::warn!(%node, "this node answers again");
+                    peers.suspects.remove(node);
+                    return;
+                }
+            }
+        });
+    }
+}
