@@ -20,6 +20,7 @@ harness::with_few_and_many_workers! {
     what_must_be_stored_and_does_not_fit_is_refused,
     a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others,
     what_fits_neither_on_drives_nor_in_memory_alone_is_read_once,
+    cached_blocks_make_way_for_a_stage_in,
     room_that_becomes_free_is_used_for_blocks_that_are_not_stored,
     a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_stored_and_only_so_long,
 }
@@ -310,6 +311,24 @@ fn what_fits_neither_on_drives_nor_in_memory_alone_is_read_once() {
         cluster.ok(&["verify", "--from-every-node"]);
         cluster.down();
     }
+}
+
+fn cached_blocks_make_way_for_a_stage_in() {
+    let (ground, lens) = (Ground::new(), vec![30_000; 1200]);
+    make_files(&ground.at("tree"), &lens);
+    make_files(&ground.at("more"), &vec![20_000; 800]);
+    pack(&ground.at("more.tar.zst"), &ground.at("more"), &[]);
+    let cluster = ground.up_with(2, &["--capacity", "32MiB", "--memory", "64MiB"]);
+    cluster.ok(&["stage-in", "--require-fit", "tree", "/dayfly/d"]);
+    for node in 0..2 {
+        read_epoch(&cluster.view(node), 0);
+    }
+    let cached = || cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["cached_bytes"])).sum::<u64>();
+    wait_until("both nodes cache the blocks of the other", || cached() > 20 << 20);
+    // Without the cached blocks, there are more than 20 MiB.
+    cluster.ok(&["stage-in", "more.tar.zst", "/dayfly/more"]);
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
 }
 
 /// SEMANTICS: "Room that becomes free later is used: blocks that are not stored yet are stored when they are read from their sources, or in

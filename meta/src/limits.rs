@@ -236,6 +236,11 @@ pub const STAT_BATCH_LEN: usize = 512;
 pub const COMPRESSED_LOOKS_MAX: usize = 1000;
 /// Bytes at the beginning of a compressed tar that a plan decodes. A block of lz4 has up to 4 MiB.
 pub const COMPRESSED_HEAD_LEN: u64 = 8 << 20;
+/// Compressed tars whose beginning a plan decodes. The others count as the mean of these.
+pub const COMPRESSED_HEADS_MAX: u32 = 64;
+/// A compressed tar that claims to unpack to so many times more than its beginning suggests counts as if it claimed nothing: it
+/// may be cut off, or have zeros at its end.
+pub const COMPRESSED_CLAIM_MAX: u64 = 3;
 /// Small reads of one compressed tar with which a plan finds out what it unpacks to.
 pub const COMPRESSED_READS_MAX: u32 = 256;
 /// The same of all compressed tars together.

@@ -142,10 +142,12 @@ impl Store {
         self.drives.iter().for_each(|drive| drive.protect_headroom(is_protected));
     }
 
-    /// Returns whether one drive has room for `bytes` of blocks, both in our capacity and in its file system.
+    /// Returns whether one drive has room for `bytes` of blocks, both in our capacity and in its file system. Blocks leave room for
+    /// catalogs.
     pub(crate) fn has_room(&self, bytes: u64) -> bool {
         let has = |drive: &Arc<Drive>| {
-            drive.free() >= bytes && drive.free_on_file_system() >= bytes.saturating_add(drive.protected_headroom())
+            drive.free() >= bytes.saturating_add(drive.left_for_catalogs())
+                && drive.free_on_file_system() >= bytes.saturating_add(drive.protected_headroom())
         };
         self.drives.iter().any(has)
     }

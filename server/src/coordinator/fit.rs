@@ -24,6 +24,8 @@ pub(super) struct Amounts {
     pub(super) readable_bytes: u64,
     /// Bytes of the other samples, if their sources tell.
     pub(super) unreadable_bytes: u64,
+    /// The part of these that a stage-in may be refused for.
+    pub(super) sure_bytes: u64,
     /// Length of the compressed sources that do not tell how many bytes they unpack to.
     pub(super) untold_bytes: u64,
 }
@@ -62,7 +64,7 @@ pub(super) struct Fit {
 impl Fit {
     /// Compares amounts with the free bytes of each node.
     pub(super) fn of(amounts: Amounts, free: &[u64], is_required: bool) -> Result<Self, CoordinatorError> {
-        let Amounts { files, readable_bytes, unreadable_bytes, .. } = amounts;
+        let Amounts { files, readable_bytes, .. } = amounts;
         let catalog = files.saturating_mul(CATALOG_FILE_LEN);
         if let Some((node, &free)) = free.iter().enumerate().find(|&(_, &free)| free < catalog) {
             return Err(CoordinatorError::NoCatalogRoom { needed: catalog, node, free });
@@ -73,10 +75,10 @@ impl Fit {
             Err(CoordinatorError::NotEnoughRoom { needed: needed.saturating_add(catalogs), free: free.to_vec(), can_be_left })
         };
         // What compressed tars contain is an estimate. If it comes close, the stage-in finds out.
-        if unreadable_bytes - unreadable_bytes / ESTIMATE_TOLERANCE > room {
-            return too_much(unreadable_bytes, false);
+        if amounts.sure_bytes - amounts.sure_bytes / ESTIMATE_TOLERANCE > room {
+            return too_much(amounts.sure_bytes, false);
         }
-        let known_bytes = readable_bytes.saturating_add(unreadable_bytes);
+        let known_bytes = readable_bytes.saturating_add(amounts.sure_bytes);
         if is_required && known_bytes > room {
             return too_much(known_bytes, true);
         }
@@ -121,6 +123,7 @@ mod tests {
                 files: 0,
                 readable_bytes: readable * MIB,
                 unreadable_bytes: unreadable * MIB,
+                sure_bytes: unreadable * MIB,
                 untold_bytes: untold * MIB,
             };
             let fit = Fit::of(amounts, &[400 * MIB, 600 * MIB], false).unwrap();
@@ -144,7 +147,12 @@ mod tests {
 
     #[test]
     fn what_must_be_stored_and_does_not_fit_is_refused_with_the_numbers() {
-        let amounts = |readable_bytes, unreadable_bytes| Amounts { readable_bytes, unreadable_bytes, ..Amounts::default() };
+        let amounts = |readable_bytes, sure_bytes| Amounts {
+            readable_bytes,
+            unreadable_bytes: sure_bytes,
+            sure_bytes,
+            ..Amounts::default()
+        };
         for (amounts, is_required, words) in [
             (amounts(0, 1120 * MIB), false, "at least 1.1GiB"),
             (amounts(5, 1120 * MIB), true, "at least 1.1GiB"),
@@ -161,8 +169,11 @@ mod tests {
 
     #[test]
     fn an_estimate_that_is_a_little_too_high_is_tried() {
-        let amounts = Amounts { unreadable_bytes: 1100 * MIB, ..Amounts::default() };
+        let amounts = Amounts { unreadable_bytes: 1100 * MIB, sure_bytes: 1100 * MIB, ..Amounts::default() };
         assert!(Fit::of(amounts, &[1000 * MIB], false).is_ok());
+        // Nobody is refused for what is not sure.
+        let unsure = Amounts { unreadable_bytes: 5000 * MIB, ..Amounts::default() };
+        assert!([false, true].iter().all(|&is_required| Fit::of(unsure, &[1000 * MIB], is_required).is_ok()));
         assert!(!amounts.surely_fit(&[1237 * MIB]) && amounts.surely_fit(&[1238 * MIB]));
         let untold = Amounts { untold_bytes: 250 * MIB, ..Amounts::default() };
         assert!(untold.surely_fit(&[1125 * MIB]) && !untold.surely_fit(&[1124 * MIB]));
@@ -175,9 +186,9 @@ mod tests {
     fn catalogs_take_room_on_every_node_and_sums_do_not_overflow() {
         let amounts = Amounts { files: MIB, readable_bytes: 900 * MIB, ..Amounts::default() };
         assert!(Fit::of(amounts, &[500 * MIB, 500 * MIB], false).unwrap().partial.is_some());
-        let huge = Amounts { files: 0, readable_bytes: u64::MAX, unreadable_bytes: 0, untold_bytes: u64::MAX };
+        let huge = Amounts { files: 0, readable_bytes: u64::MAX, unreadable_bytes: 0, sure_bytes: 0, untold_bytes: u64::MAX };
         assert!(Fit::of(huge, &[1, 2], false).unwrap().partial.is_some());
-        assert!(Fit::of(Amounts { unreadable_bytes: u64::MAX, ..huge }, &[1, 2], false).is_err());
+        assert!(Fit::of(Amounts { unreadable_bytes: u64::MAX, sure_bytes: u64::MAX, ..huge }, &[1, 2], false).is_err());
         let many = Amounts { files: 10, ..Amounts::default() };
         let message = Fit::of(many, &[1280, 1279], false).unwrap_err().to_string();
         assert!(message.contains("node 1 has 1.2KiB free") && message.contains("for the catalog"), "{message}");

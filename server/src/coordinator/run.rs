@@ -235,6 +235,7 @@ async fn judge_fit(
         files: plan.known_files + sizes.zip_members,
         readable_bytes: sizes.readable_bytes_max,
         unreadable_bytes: 0,
+        sure_bytes: 0,
         untold_bytes: sizes.compressed_bytes,
     };
     let of_tars = |is_plain: bool| plan.sources.iter().filter(move |source| is_tar(source, is_plain)).cloned();
@@ -257,6 +258,7 @@ async fn judge_fit(
         files: at_most.files + if in_plain.seen < 1000 { in_plain.files * 2 } else { in_plain.files / 4 * 5 },
         readable_bytes: at_most.readable_bytes.saturating_sub(plain_len).saturating_add(in_plain.bytes),
         unreadable_bytes: in_compressed.told_bytes,
+        sure_bytes: in_compressed.sure_bytes,
         untold_bytes: in_compressed.untold_bytes,
     };
     Fit::of(amounts, free, request.require_fit)

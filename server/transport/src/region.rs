@@ -108,6 +108,9 @@ impl Region {
     /// Allocates a slot of at least `len` bytes, if there is room for it now.
     pub fn slot(&self, len: u64) -> Option<Slot> {
         let units = u32::try_from(len.max(1).div_ceil(UNIT)).ok()?;
+        // The allocator sorts free room into classes, eight for each power of two, and looks for room in classes that are large
+        // enough throughout. Room that is smaller than its class would never be used again for the same length.
+        let units = units.checked_next_multiple_of(1 << units.ilog2().saturating_sub(3))?;
         let allocation = self.inner.room.lock().unwrap_or_else(PoisonError::into_inner).allocate(units)?;
         Some(Slot { region: self.clone(), allocation, len: len as usize })
     }
@@ -219,6 +222,20 @@ mod tests {
         let slots: Vec<Slot> = std::iter::from_fn(|| region.slot(3000)).collect();
         // A part of the region is lost between slots.
         assert!(slots.len() > 300_000, "{}", slots.len());
+    }
+
+    #[test]
+    fn the_place_of_a_slot_takes_another_slot_of_the_same_length() {
+        for len in [100, 3000, 19_000, 20_000, 20_032, 100_000, 1_048_570] {
+            let region = Region::new(32 << 20).unwrap();
+            let mut slots: Vec<Option<Slot>> = std::iter::from_fn(|| region.slot(len).map(Some)).take(10_000).collect();
+            for step in [2, 3, 5] {
+                slots.iter_mut().step_by(step).for_each(|slot| *slot = None);
+                let again = |slot: &mut Option<Slot>| *slot = region.slot(len);
+                slots.iter_mut().filter(|slot| slot.is_none()).for_each(again);
+                assert!(slots.iter().all(Option::is_some), "length {len}, every {step}th slot");
+            }
+        }
     }
 
     #[tokio::test]
