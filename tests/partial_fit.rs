@@ -163,7 +163,8 @@ fn the_share_that_is_stored_is_told_before_and_after() {
 /// SEMANTICS: "Samples in compressed tars, and in archives within archives, must fit. A stage-in that finds no room for them fails,
 /// and nothing of it is visible."
 /// SEMANTICS: "If compressed tars tell their unpacked size (gzip up to 4 GiB, zstd, xz and lz4, if their writers stated it), a stage-in
-/// that cannot fit fails before it reads."
+/// that cannot fit fails before it reads. With `--include` or `--exclude`, or if a tar claims far more than its beginning suggests, it
+/// fails when the room ends."
 fn what_must_be_stored_and_does_not_fit_is_refused() {
     let (ground, lens) = (Ground::new(), vec![20_000; 2000]);
     make_files(&ground.at("tree"), &lens);
@@ -179,9 +180,11 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
             assert!(message.contains(words), "{words}: {message}");
         }
     }
-    for (arguments, words) in
-        [(&["a.tar.gz"][..], "the sources take at least"), (&["--nested", "outer.tar"], "no node has room left for")]
-    {
+    for (arguments, words) in [
+        (&["a.tar.gz"][..], "the sources take at least"),
+        (&["--nested", "outer.tar"], "no node has room left for"),
+        (&["--exclude", "none", "a.tar.gz"], "no node has room left for"),
+    ] {
         let message = cluster.fails(1, &[&["stage-in"], arguments, &["/dayfly/d"]].concat());
         for words in [words, "--capacity", "free (node 0: ", "samples of compressed tars"] {
             assert!(message.contains(words), "{words}: {message}");
@@ -189,6 +192,11 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
     }
     assert_eq!(cluster.ok(&["ls"]), "");
     wait_until("the space is free again", || cluster.used_bytes() == 0);
+    // What a pattern selects may fit although the tar does not.
+    let other = Ground::new().up_with(1, &["--capacity", "12MiB"]);
+    other.ok(&["stage-in", "--include", "7?", cluster.at("a.tar.gz").to_str().unwrap(), "/dayfly/few"]);
+    assert_eq!(other.ok(&["ls", "/dayfly/few"]).lines().count(), 10);
+    other.down();
     // Both together: the compressed samples are stored, and the others as far as they fit.
     let some: Vec<usize> = vec![20_000; 400];
     make_files(&cluster.at("some"), &some);
@@ -292,8 +300,8 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_sto
     cluster.down();
 }
 
-/// SEMANTICS: "Blocks that are not stored and that a node has read during the stage-in stay in its arena, as far as the arena is free
-/// and until others need its room. The first epoch does not read them again."
+/// SEMANTICS: "Blocks of up to 4 MiB that are not stored stay in the arena of the node that read them during the stage-in, as far as
+/// the arena is free and until others need its room. The first epoch does not read them again."
 fn what_fits_neither_on_drives_nor_in_memory_alone_is_read_once() {
     let (ground, lens) = (Ground::new(), vec![100_000; 300]);
     make_files(&ground.at("tree"), &lens);
