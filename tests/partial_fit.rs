@@ -163,7 +163,8 @@ fn the_share_that_is_stored_is_told_before_and_after() {
 /// SEMANTICS: "Samples in compressed tars, and in archives within archives, must fit. A stage-in that finds no room for them fails,
 /// and nothing of it is visible."
 /// SEMANTICS: "If compressed tars tell their unpacked size (gzip up to 4 GiB, zstd, xz and lz4, if their writers stated it), a stage-in
-/// that cannot fit fails before it reads."
+/// that cannot fit fails before it reads. With `--include` or `--exclude`, or if a tar claims far more than its beginning suggests, it
+/// fails when the room ends."
 fn what_must_be_stored_and_does_not_fit_is_refused() {
     let (ground, lens) = (Ground::new(), vec![20_000; 2000]);
     make_files(&ground.at("tree"), &lens);
@@ -179,9 +180,11 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
             assert!(message.contains(words), "{words}: {message}");
         }
     }
-    for (arguments, words) in
-        [(&["a.tar.gz"][..], "the sources take at least"), (&["--nested", "outer.tar"], "no node has room left for")]
-    {
+    for (arguments, words) in [
+        (&["a.tar.gz"][..], "the sources take at least"),
+        (&["--nested", "outer.tar"], "no node has room left for"),
+        (&["--exclude", "none", "a.tar.gz"], "no node has room left for"),
+    ] {
         let message = cluster.fails(1, &[&["stage-in"], arguments, &["/dayfly/d"]].concat());
         for words in [words, "--capacity", "free (node 0: ", "samples of compressed tars"] {
             assert!(message.contains(words), "{words}: {message}");
@@ -189,6 +192,11 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
     }
     assert_eq!(cluster.ok(&["ls"]), "");
     wait_until("the space is free again", || cluster.used_bytes() == 0);
+    // What a pattern selects may fit although the tar does not.
+    let other = Ground::new().up_with(1, &["--capacity", "12MiB"]);
+    other.ok(&["stage-in", "--include", "7?", cluster.at("a.tar.gz").to_str().unwrap(), "/dayfly/few"]);
+    assert_eq!(other.ok(&["ls", "/dayfly/few"]).lines().count(), 10);
+    other.down();
     // Both together: the compressed samples are stored, and the others as far as they fit.
     let some: Vec<usize> = vec![20_000; 400];
     make_files(&cluster.at("some"), &some);
@@ -214,13 +222,13 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
 /// gone, reads of those blocks that no arena holds fail with `EIO` and a message that names the source; they never return other bytes. All other
 /// samples can be read. Once the source is as it was, so can these."
 fn a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others() {
-    let (ground, lens) = (Ground::new(), vec![100_000; 1000]);
+    let (ground, lens) = (Ground::new(), vec![100_000; 600]);
     make_files(&ground.at("tree"), &lens);
-    let cluster = ground.up_with(2, &["--capacity", "6MiB", "--memory", "32MiB"]);
+    let cluster = ground.up_with(1, &["--capacity", "6MiB", "--memory", "32MiB"]);
     cluster.ok(&["stage-in", "tree", "/dayfly/d"]);
     let view = cluster.view(0);
     let [stored, kept, fresh] = [Place::Drive, Place::Arena, Place::Source].map(|place| files_in(place, &view, &lens));
-    assert!(stored.len() > 60 && kept.len() > 300 && fresh.len() > 100, "{} {} {}", stored.len(), kept.len(), fresh.len());
+    assert!(stored.len() > 30 && kept.len() > 200 && fresh.len() > 100, "{} {} {}", stored.len(), kept.len(), fresh.len());
     fs::rename(cluster.at("tree"), cluster.at("away")).unwrap();
     for (number, &len) in lens.iter().enumerate() {
         match read(&view, number, len) {
@@ -255,14 +263,14 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_sto
     if !strace::is_possible() {
         return;
     }
-    let (ground, lens) = (Ground::new(), vec![100_000; 1000]);
+    let (ground, lens) = (Ground::new(), vec![100_000; 560]);
     make_files(&ground.at("tree"), &lens);
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
-    let cluster = ground.up_with(2, &["--capacity", "4MiB", "--memory", "32MiB"]);
+    let cluster = ground.up_with(1, &["--capacity", "4MiB", "--memory", "32MiB"]);
     cluster.ok(&["stage-in", "a.tar", "/dayfly/d"]);
-    let views = [cluster.view(0), cluster.view(1)];
+    let views = [cluster.view(0), cluster.view(0)];
     let [stored, unstored] = [Place::Drive, Place::Source].map(|place| files_in(place, &views[0], &lens));
-    assert!(stored.len() > 40 && unstored.len() > 100, "{} are stored", stored.len());
+    assert!(stored.len() > 20 && unstored.len() > 100, "{} are stored", stored.len());
     let all_are_right = |numbers: &[usize], view: &View| {
         for &number in numbers {
             assert!(read(view, number, lens[number]).unwrap() == content(number, lens[number]), "file {number}");
@@ -292,8 +300,8 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_sto
     cluster.down();
 }
 
-/// SEMANTICS: "Blocks that are not stored and that a node has read during the stage-in stay in its arena, as far as the arena is free
-/// and until others need its room. The first epoch does not read them again."
+/// SEMANTICS: "Blocks of up to 4 MiB that are not stored stay in the arena of the node that read them during the stage-in, as far as
+/// the arena is free and until others need its room. The first epoch does not read them again."
 fn what_fits_neither_on_drives_nor_in_memory_alone_is_read_once() {
     let (ground, lens) = (Ground::new(), vec![100_000; 300]);
     make_files(&ground.at("tree"), &lens);
@@ -334,16 +342,16 @@ fn cached_blocks_make_way_for_a_stage_in() {
 /// SEMANTICS: "Room that becomes free later is used: blocks that are not stored yet are stored when they are read from their sources, or in
 /// the background if they are in the arena, before blocks of other nodes are cached."
 fn room_that_becomes_free_is_used_for_blocks_that_are_not_stored() {
-    let (ground, lens) = (Ground::new(), vec![100_000; 1600]);
+    let (ground, lens) = (Ground::new(), vec![100_000; 800]);
     make_files(&ground.at("tree"), &lens);
-    make_files(&ground.at("other"), &vec![100_000; 700]);
+    make_files(&ground.at("other"), &vec![100_000; 350]);
     make_files(&ground.at("few"), &[1, 2, 3]);
-    let cluster = ground.up_with(2, &["--capacity", "60MiB", "--memory", "32MiB"]);
+    let cluster = ground.up_with(1, &["--capacity", "60MiB", "--memory", "32MiB"]);
     cluster.ok(&["stage-in", "--require-fit", "other", "/dayfly/other"]);
     cluster.ok(&["stage-in", "tree", "/dayfly/d"]);
     let unstored = origins(&cluster, "unstored_bytes");
-    let beyond_arenas = unstored.checked_sub(2 * (32 << 20)).unwrap();
-    assert!(beyond_arenas > 20 << 20, "{unstored}");
+    let beyond_arena = unstored.checked_sub(32 << 20).unwrap();
+    assert!(beyond_arena > 10 << 20, "{unstored}");
     let view = cluster.view(0);
     let read_all = || {
         let before = origins(&cluster, "bytes");
@@ -353,11 +361,11 @@ fn room_that_becomes_free_is_used_for_blocks_that_are_not_stored() {
         origins(&cluster, "bytes") - before
     };
     let before = read_all();
-    assert!(before > 20 << 20, "{before}");
+    assert!(before > 10 << 20, "{before}");
     cluster.ok(&["stage-in", "--replace", "few", "/dayfly/other"]);
     let cached = || cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["cached_bytes"])).sum::<u64>();
-    // What the arenas have need not be stored.
-    wait_until("the blocks that are not stored are stored", || read_all() < before / 2 && cached() >= beyond_arenas);
+    // What the arena has need not be stored.
+    wait_until("the blocks that are not stored are stored", || read_all() < before / 2 && cached() >= beyond_arena);
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }

@@ -230,6 +230,8 @@ pub const UNIT_NAMES_LEN_MAX: usize = 256 << 10;
 
 /// Paths of a tree that a plan asks the file system about at the same time, each on a thread.
 pub const STAT_THREADS: usize = 16;
+/// There is one of these threads for so many paths.
+pub const STAT_PATHS_MIN: usize = 8;
 /// Paths that these threads share before the plan goes on.
 pub const STAT_BATCH_LEN: usize = 512;
 /// Compressed tars that a plan looks into, to learn what they unpack to.

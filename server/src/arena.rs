@@ -318,8 +318,8 @@ impl Arena {
         self.table().keys().filter(|key| key.0 == dataset).map(|key| key.1).collect()
     }
 
-    /// Drops the chunks of blocks that processes find elsewhere from now on. `blocks` have lengths. A leased chunk keeps its room
-    /// until its last lease ends.
+    /// Drops the chunks of blocks that processes find elsewhere from now on. Each block comes with its length. A leased chunk keeps
+    /// its room until its last lease ends.
     pub(crate) fn forget_blocks(&self, dataset: DatasetId, blocks: &[(BlockId, u64)]) {
         for chunk in blocks.iter().flat_map(|&(block, len)| Chunk::all(block, len)) {
             let forgotten = self.table().take(&(dataset, chunk));

@@ -9,15 +9,13 @@ use quick_cache::unsync::Cache;
 use quick_cache::{Lifecycle, OptionsBuilder, Weighter};
 use rustc_hash::{FxBuildHasher, FxHashMap};
 
-/// Of this many values that find the table full, one is admitted to those that stay. Each epoch of a training reads each sample
-/// once, in a new order. If every new value displaced an older one, almost all would be evicted before the next epoch reads
-/// them. But some must be admitted, or values that nobody reads any more would stay for ever.
+/// Once the table is full, one new value in this many joins those that stay. Each epoch of a training reads each sample once, in a
+/// new order. If every new value displaced an older one, many would be evicted before the next epoch reads them. But some must join,
+/// or values that nobody reads any more would stay forever.
 const ADMITTED_ONE_IN: u64 = 16;
-
-/// The same for values that other nodes have, as long as there are values that only the parallel file system has.
+/// The same for a value that another node has, while the table has values that only the parallel file system has.
 const FETCHED_ADMITTED_ONE_IN: u64 = 64;
-
-/// The same for values that only the parallel file system has, as long as there are many others.
+/// The same for a value that only the parallel file system has, while more than a quarter of the values are not of this kind.
 const ORIGIN_ADMITTED_ONE_IN: u64 = 4;
 /// How often eviction spares such a value after each time that it was read. Other values are spared once.
 const ORIGIN_CHANCES: u8 = 3;

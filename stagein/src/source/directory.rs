@@ -8,7 +8,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::{PATH_LEN_MAX, STAT_BATCH_LEN, STAT_THREADS};
+use dayfly_meta::limits::{PATH_LEN_MAX, STAT_BATCH_LEN, STAT_PATHS_MIN, STAT_THREADS};
 use dayfly_meta::path::join;
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind};
 
@@ -104,17 +104,20 @@ struct Waiting {
 }
 
 /// Asks the file system about the paths that come next, several at a time: a parallel file system answers each question late, but
-/// many at once.
+/// many at once. Few paths get few threads, because starting a thread takes longer than a question to a local file system.
 fn examine_last(waiting: &mut [Waiting]) {
     let first = waiting.len().saturating_sub(STAT_BATCH_LEN);
     let unknown: Vec<&mut Waiting> = waiting[first..].iter_mut().filter(|next| next.metadata.is_none()).collect();
-    let mut parts: Vec<Vec<&mut Waiting>> = (0..STAT_THREADS).map(|_| Vec::new()).collect();
-    unknown.into_iter().enumerate().for_each(|(number, next)| parts[number % STAT_THREADS].push(next));
+    let threads = unknown.len().div_ceil(STAT_PATHS_MIN).clamp(1, STAT_THREADS);
+    let mut parts: Vec<Vec<&mut Waiting>> = (0..threads).map(|_| Vec::new()).collect();
+    unknown.into_iter().enumerate().for_each(|(number, next)| parts[number % threads].push(next));
+    let own = parts.pop();
     std::thread::scope(|scope| {
-        for part in parts.into_iter().filter(|part| !part.is_empty()) {
+        for part in parts {
             // If no thread can be had, the paths are examined one by one when their turn comes.
             let _ = std::thread::Builder::new().spawn_scoped(scope, || part.into_iter().for_each(Waiting::examine));
         }
+        own.into_iter().flatten().for_each(Waiting::examine);
     });
 }
 
