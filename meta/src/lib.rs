@@ -5,7 +5,7 @@
 //!
 //! - [`id`], [`limits`], [`deadlines`], [`path`](mod@path), [`checksum`](mod@checksum) and [`chunk`] are the vocabulary.
 //! - [`placement`] decides which node owns a block, and which nodes come next, from nothing but a seed, a path and the members.
-//!   [`stored_share`] decides which blocks are stored if not all of them fit.
+//!   [`stored_share`] decides which blocks are stored if not all of them fit. [`roster`] says who is a member.
 //! - [`catalog`] is a dataset's index, the same on every node; [`locations`] says which blocks are on this node, and
 //!   [`segment`] defines how they are packed there.
 //! - [`shared`] maps memory that several processes use; [`status_page`] defines what a server shows its clients
@@ -76,6 +76,7 @@ pub mod locations;
 pub mod metrics;
 pub mod path;
 pub mod placement;
+pub mod roster;
 pub mod segment;
 pub mod shared;
 pub mod status_page;

@@ -272,8 +272,8 @@ impl Fetcher {
 
     /// Separates the chunks that need no fetch from the chunks that need one, and decides whom to ask for these.
     fn look_up(&self, dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
-        let suspects = self.peers.suspects();
-        look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, suspects.as_ref()))
+        let absent = self.peers.absent();
+        look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, absent.as_ref()))
     }
 
     /// Claims chunks in the arena. While a request waits for room, the others claim only chunks that need no new room.

@@ -4,7 +4,7 @@
 //! node it holds a [`Loopback`], a connection that calls the local service. A request to its own node therefore works like a
 //! request to a peer, with the same messages, deadlines and errors, and no caller distinguishes the two.
 //!
-//! Invariants: the roster is set once. No wait is longer than the caller's deadline; dialing counts toward that deadline. The
+//! Invariants: the roster only ever becomes newer. No wait is longer than the caller's deadline; dialing counts toward that deadline. The
 //! loopback has only a weak reference to the service, so that the loopback does not keep a closed node alive.
 //!
 //! This module knows messages, not what they mean: what a peer does with a request is up to [`crate::service`].
@@ -22,9 +22,11 @@ use dayfly_meta::checksum::Mismatch;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, PAIRS_ALL_TRIED_NODES, START_TIMEOUT};
+use dayfly_meta::roster::{Roster, RosterChange};
 use dayfly_meta::wire::peer::{Answered, OfferReply, OfferRequest, Rejection, RejectionKind, RequestKind};
 use dayfly_meta::wire::{InvalidMessage, decode_sealed, encode_sealed};
 use dayfly_transport::{Connection, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::blocking::Blocking;
@@ -85,7 +87,8 @@ impl PeerError {
 pub(crate) struct Peers {
     node: NodeId,
     transport: Arc<dyn Transport>,
-    roster: OnceLock<Vec<Dialer>>,
+    dialers: OnceLock<Vec<Dialer>>,
+    roster: watch::Sender<Arc<Roster>>,
     loopback: OnceLock<Arc<Loopback>>,
     suspects: Suspects,
     /// Memory for the bytes of runs and catalogs. These bytes do not belong in the arena.
@@ -103,8 +106,9 @@ impl Peers {
         damage: Arc<Damage>,
         deadlines: Deadlines,
     ) -> Self {
-        let (roster, loopback, suspects) = (OnceLock::new(), OnceLock::new(), Suspects::new());
-        Self { node, transport, roster, loopback, suspects, exchange, damage, deadlines }
+        let (dialers, loopback, suspects) = (OnceLock::new(), OnceLock::new(), Suspects::new());
+        let roster = watch::Sender::new(Arc::new(Roster::new(&[])));
+        Self { node, transport, dialers, roster, loopback, suspects, exchange, damage, deadlines }
     }
 
     /// Returns the number of this node.
@@ -122,10 +126,44 @@ impl Peers {
         let _ = self.loopback.set(Arc::new(Loopback::new(self.node, address, service, blocking)));
     }
 
-    /// Sets the roster. Only the first call has an effect: the roster never changes, and every later call passes the same one.
+    /// Sets the roster with which the session begins. Only the first call has an effect: every later call passes the same one.
     pub(crate) fn set_roster(&self, addresses: &[SocketAddr]) {
         let dialer = |(node, &address)| Dialer::new(NodeId(node), address, &self.deadlines);
-        let _ = self.roster.set((0..).zip(addresses).map(dialer).collect());
+        if self.dialers.set((0..).zip(addresses).map(dialer).collect()).is_ok() {
+            self.roster.send_replace(Arc::new(Roster::new(addresses)));
+        }
+    }
+
+    /// Takes a newer roster. Does nothing if this one is not newer, or if the session has not begun.
+    pub(crate) fn change_roster(&self, change: &RosterChange) {
+        let Some(dialers) = self.dialers.get() else { return };
+        self.roster.send_if_modified(|roster| {
+            let mut changed = Roster::clone(roster);
+            let is_newer = changed.apply(change);
+            if is_newer {
+                for dialer in dialers {
+                    let node = dialer.peer();
+                    let (Some(before), Some(now)) = (roster.member(node), changed.member(node)) else { continue };
+                    if now.incarnation > before.incarnation {
+                        dialer.redirect(now.address);
+                        self.suspects.remove(node);
+                    }
+                }
+                self.suspects.set_lost(changed.lost());
+                *roster = Arc::new(changed);
+            }
+            is_newer
+        });
+    }
+
+    /// Returns the members of the session.
+    pub(crate) fn roster(&self) -> Arc<Roster> {
+        self.roster.borrow().clone()
+    }
+
+    /// Returns a receiver that learns of every change of the members.
+    pub(crate) fn roster_changes(&self) -> watch::Receiver<Arc<Roster>> {
+        self.roster.subscribe()
     }
 
     /// Connects to the peers that this node needs to reach at the start of a session.
@@ -138,22 +176,22 @@ impl Peers {
 
     /// Returns the number of nodes in the session, this one included; 0 before the roster is known.
     pub(crate) fn count(&self) -> usize {
-        self.roster.get().map_or(0, Vec::len)
+        self.dialers.get().map_or(0, Vec::len)
     }
 
-    /// Returns all nodes of the session, this one included.
+    /// Returns all nodes of the session, this one and lost ones included.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.count() as u16).map(NodeId)
     }
 
     pub(crate) fn address(&self, node: NodeId) -> Option<SocketAddr> {
-        self.roster.get()?.get(node.index()).map(Dialer::address)
+        self.dialers.get()?.get(node.index()).map(Dialer::address)
     }
 
-    /// Returns whether the connection to the node was lost and has not been replaced. While the node is being dialed, it does
-    /// not count as lost; a later call sees the outcome of the dial.
-    pub(crate) fn is_lost(&self, node: NodeId) -> bool {
-        node != self.node && self.roster.get().and_then(|roster| roster.get(node.index())).is_some_and(Dialer::is_lost)
+    /// Returns whether the connection to the node was lost and has not been replaced. While the node is being dialed, the
+    /// connection does not count as lost; a later call sees the outcome of the dial.
+    pub(crate) fn is_cut_off(&self, node: NodeId) -> bool {
+        node != self.node && self.dialers.get().and_then(|dialers| dialers.get(node.index())).is_some_and(Dialer::is_lost)
     }
 
     /// Returns a connection, and what is left of `limit` for the request itself.
@@ -163,8 +201,8 @@ impl Peers {
             return Ok((loopback.clone(), limit));
         }
         let start = Instant::now();
-        let roster = self.roster.get().ok_or(PeerError::NoRoster)?;
-        let dialer = roster.get(node.index()).ok_or(PeerError::NotAMember(node))?;
+        let dialers = self.dialers.get().ok_or(PeerError::NoRoster)?;
+        let dialer = dialers.get(node.index()).ok_or(PeerError::NotAMember(node))?;
         let connection = dialer.connection(&self.transport, limit / 4 * 3).await?;
         // If this took no noticeable time, the connection already existed, and the request gets all of `limit`.
         let took = start.elapsed();

@@ -295,7 +295,7 @@ async fn watch_progress<T>(
         if detector.is_stalled(stage_in.steps()) && !is_publishing {
             return Err(detector.error(stage_in.waits_for()));
         }
-        if let Some(node) = context.peers.nodes().find(|&node| context.peers.is_lost(node)) {
+        if let Some(node) = context.peers.nodes().find(|&node| context.peers.is_cut_off(node)) {
             return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
         }
         if let Some(node) = stage_in.silent_node() {

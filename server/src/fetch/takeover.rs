@@ -18,13 +18,13 @@ use crate::peers::PeerError;
 use crate::store::Dataset;
 
 impl Fetcher {
-    /// Returns the node to ask for a chunk: its owner, or another node while the owner does not answer and the chunk has an origin.
-    pub(super) fn source_of(&self, dataset: &Dataset, chunk: Chunk, owner: NodeId, suspects: Option<&NodeSet>) -> NodeId {
-        let Some(suspects) = suspects.filter(|suspects| suspects.contains(owner)) else { return owner };
+    /// Returns the node to ask for a chunk: its owner, or another node while the owner is absent and the chunk has an origin.
+    pub(super) fn source_of(&self, dataset: &Dataset, chunk: Chunk, owner: NodeId, absent: Option<&NodeSet>) -> NodeId {
+        let Some(absent) = absent.filter(|absent| absent.contains(owner)) else { return owner };
         if !has_origin(dataset, chunk) {
             return owner;
         }
-        dataset.candidate(chunk.block, suspects).unwrap_or(self.peers.own_node())
+        dataset.candidate(chunk.block, absent).unwrap_or(self.peers.own_node())
     }
 
     /// After a request to `node` has failed: returns whether the request should be made again, because other nodes can answer it.

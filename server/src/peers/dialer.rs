@@ -23,13 +23,12 @@ type Dial = SetOnce<(Instant, DialOutcome)>;
 /// Dials one peer, and keeps the connection.
 pub(super) struct Dialer {
     peer: NodeId,
-    address: SocketAddr,
     redial: Duration,
     last_dial: Mutex<LastDial>,
 }
 
-#[derive(Default)]
 struct LastDial {
+    address: SocketAddr,
     /// The last dial. Its `SetOnce` is unset while the dial is in progress.
     dial: Option<Arc<Dial>>,
     /// The task of a dial in progress. It ends with the dialer.
@@ -38,11 +37,21 @@ struct LastDial {
 
 impl Dialer {
     pub(super) fn new(peer: NodeId, address: SocketAddr, deadlines: &Deadlines) -> Self {
-        Self { peer, address, redial: deadlines.redial, last_dial: Mutex::default() }
+        let last_dial = LastDial { address, dial: None, task: JoinSet::new() };
+        Self { peer, redial: deadlines.redial, last_dial: Mutex::new(last_dial) }
+    }
+
+    pub(super) fn peer(&self) -> NodeId {
+        self.peer
     }
 
     pub(super) fn address(&self) -> SocketAddr {
-        self.address
+        self.last_dial().address
+    }
+
+    /// Dials the peer at this address from now on, because its server was replaced or has returned.
+    pub(super) fn redirect(&self, address: SocketAddr) {
+        *self.last_dial() = LastDial { address, dial: None, task: JoinSet::new() };
     }
 
     fn last_dial(&self) -> MutexGuard<'_, LastDial> {
@@ -63,19 +72,20 @@ impl Dialer {
     /// Returns the connection. If there is none, dials, and waits for the outcome as long as `limit` allows.
     pub(super) async fn connection(&self, transport: &Arc<dyn Transport>, limit: Duration) -> DialOutcome {
         let dial = self.usable_dial(transport);
-        let late = || TransportError::Timeout { peer: self.peer, address: self.address, timeout: limit };
+        let late = || TransportError::Timeout { peer: self.peer, address: self.address(), timeout: limit };
         timeout(limit, dial.wait()).await.map_or_else(|_| Err(late()), |(_, outcome)| outcome.clone())
     }
 
     /// Returns the last dial, or starts a new one if the last can no longer be used.
     fn usable_dial(&self, transport: &Arc<dyn Transport>) -> Arc<Dial> {
         let mut last_dial = self.last_dial();
-        let LastDial { dial, task } = &mut *last_dial;
+        let LastDial { address, dial, task } = &mut *last_dial;
+        let address = *address;
         if let Some(dial) = dial {
             let is_usable = match dial.get() {
                 Some((_, Ok(connection))) => {
                     if connection.is_lost() {
-                        tracing::warn!(peer = %self.peer, address = %self.address, "peer lost; dialing again");
+                        tracing::warn!(peer = %self.peer, %address, "peer lost; dialing again");
                     }
                     !connection.is_lost()
                 }
@@ -89,7 +99,7 @@ impl Dialer {
             }
         }
         let new = Arc::new(Dial::new());
-        let (transport, peer, address, dialing) = (transport.clone(), self.peer, self.address, new.clone());
+        let (transport, peer, dialing) = (transport.clone(), self.peer, new.clone());
         *task = JoinSet::new();
         task.spawn(async move {
             let outcome = transport.connect(peer, address).await;

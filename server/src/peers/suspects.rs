@@ -1,5 +1,5 @@
-//! The peers that did not answer lately. Reads go to other nodes meanwhile. A task asks each of them again and again, and takes it
-//! from the list once it answers.
+//! The absent peers: those that did not answer lately, called suspects, and those that the roster calls lost. Reads go to other
+//! nodes meanwhile. A task asks each suspect again and again, and takes it from the list once it answers.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use tokio::time::sleep;
 
 use super::Peers;
 
-/// The list of suspects. Nearly always it is empty.
+/// The list of absent peers. Nearly always it is empty.
 pub(super) struct Suspects {
     is_any: AtomicBool,
     list: Mutex<List>,
@@ -21,30 +21,47 @@ pub(super) struct Suspects {
 
 struct List {
     nodes: NodeSet,
+    lost: NodeSet,
     /// A task for each suspect. They end with the peers.
     asking: JoinSet<()>,
 }
 
+impl List {
+    fn all(&self) -> NodeSet {
+        self.nodes.iter().chain(self.lost.iter()).collect()
+    }
+}
+
 impl Suspects {
     pub(super) fn new() -> Self {
-        Self { is_any: AtomicBool::new(false), list: Mutex::new(List { nodes: NodeSet::new(), asking: JoinSet::new() }) }
+        Self {
+            is_any: AtomicBool::new(false),
+            list: Mutex::new(List { nodes: NodeSet::new(), lost: NodeSet::new(), asking: JoinSet::new() }),
+        }
     }
 
     fn list(&self) -> MutexGuard<'_, List> {
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn remove(&self, node: NodeId) {
+    pub(super) fn remove(&self, node: NodeId) {
         let mut list = self.list();
         list.nodes.remove(node);
-        self.is_any.store(!list.nodes.is_empty(), Ordering::Release);
+        self.is_any.store(!list.all().is_empty(), Ordering::Release);
+    }
+
+    /// Records which members are lost.
+    pub(super) fn set_lost(&self, lost: NodeSet) {
+        let mut list = self.list();
+        list.lost = lost;
+        self.is_any.store(!list.all().is_empty(), Ordering::Release);
     }
 }
 
 impl Peers {
-    /// Returns the peers that did not answer lately; `None` if there are none.
-    pub(crate) fn suspects(&self) -> Option<NodeSet> {
-        self.suspects.is_any.load(Ordering::Acquire).then(|| self.suspects.list().nodes)
+    /// Returns the peers that are lost or did not answer lately; `None` if there are none.
+    pub(crate) fn absent(&self) -> Option<NodeSet> {
+        self.suspects.is_any.load(Ordering::Acquire).then(|| self.suspects.list().all())
     }
 
     /// Records that a peer did not answer. From now on, the peer is asked until it answers.
