@@ -277,6 +277,10 @@ pub const PFS_STREAMS_MAX: u16 = 256;
 pub const MISSING_REASONS_MAX: usize = 32;
 /// A node that does not answer is asked at longer and longer intervals, at most this long.
 pub const SUSPECT_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(8);
+/// How often a node that catches up reads a part of a catalog again when the connection breaks.
+pub const CATALOG_READS_RETRIED: u32 = 8;
+/// How often a stage-in begins again after a node was lost or did not answer.
+pub const STAGE_IN_RESTARTS_MAX: u32 = 16;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

@@ -149,7 +149,7 @@ impl Inside {
         let mut outcome = None;
         let see = &mut |event| match event {
             Event::StagedIn(summary) => outcome = Some(Ok(*summary)),
-            Event::Failed { reason } => outcome = Some(Err(reason)),
+            Event::Failed { reason, .. } => outcome = Some(Err(reason)),
             _ => {}
         };
         self.view(0).session().control(Command::StageIn(request), see).unwrap();

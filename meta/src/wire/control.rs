@@ -88,6 +88,11 @@ pub enum Event {
     Planned(StageInEstimate),
     /// The progress of the stage-in.
     Progress(Progress),
+    /// A node was lost or did not answer, and the stage-in begins again.
+    Restarted {
+        /// What happened, for the user.
+        reason: String,
+    },
     /// The stage-in has succeeded, and the dataset is visible on all nodes.
     StagedIn(Box<Summary>),
     /// The state of the session.
@@ -107,6 +112,8 @@ pub enum Event {
     Failed {
         /// A message for the user.
         reason: String,
+        /// Whether a node was lost or did not answer, so that another attempt may succeed.
+        can_restart: bool,
     },
 }
 

@@ -12,9 +12,9 @@ use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
+use super::CoordinatorError;
 use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
-use super::{COORDINATOR, CoordinatorError};
 use crate::stage_in::name_drive;
 use crate::store::Drive;
 
@@ -37,6 +37,9 @@ pub(crate) struct NodeReport {
 /// A running stage-in, as its coordinator sees it.
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
+    coordinator: NodeId,
+    /// The nodes that take part: those that were live when the stage-in began.
+    participants: Vec<NodeId>,
     unit_ledger: Mutex<UnitLedger>,
     /// The drive that stores the list of units.
     plan_drive: Arc<Drive>,
@@ -67,12 +70,14 @@ impl CoordinatedStageIn {
         number: u64,
         (unit_ledger, plan_drive, counts): (UnitLedger, Arc<Drive>, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
-        nodes: usize,
+        (coordinator, participants, nodes): (NodeId, Vec<NodeId>, usize),
         deadlines: Deadlines,
     ) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
+            coordinator,
+            participants,
             reported_at: Mutex::new(vec![Instant::now(); nodes]),
             unit_ledger: Mutex::new(unit_ledger),
             plan_drive,
@@ -135,7 +140,7 @@ impl CoordinatedStageIn {
                         return CoordinatorReply::NoUnit;
                     }
                     Err(error) => {
-                        let node = (self.progress().nodes.len() > 1).then_some(COORDINATOR);
+                        let node = (self.progress().nodes.len() > 1).then_some(self.coordinator);
                         let cause = name_drive(&self.plan_drive, error).into();
                         self.fail(CoordinatorError::OnNode { node, cause });
                         return CoordinatorReply::Over;
@@ -238,7 +243,7 @@ impl CoordinatedStageIn {
     /// Returns what a stalled stage-in is waiting for, by node.
     pub(super) fn waits_for(&self) -> String {
         if self.progress().phase == Phase::Merging {
-            return format!("node {COORDINATOR}: merging the sorted runs into the catalog");
+            return format!("node {}: merging the sorted runs into the catalog", self.coordinator);
         }
         let waits = self.waits();
         let waiting = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty()).take(WAITING_NODES_SHOWN_MAX);
@@ -277,8 +282,14 @@ impl CoordinatedStageIn {
 
     /// Returns a node that has not reported for so long that it has given up on the stage-in on its own.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
-        let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
-        silent.map(|node| NodeId(node as u16))
+        let reported_at = self.reported_at();
+        let is_silent = |node: &NodeId| reported_at.get(node.index()).is_some_and(|at| at.elapsed() > self.deadlines.node_silent);
+        self.participants.iter().copied().find(is_silent)
+    }
+
+    /// Returns the nodes that take part.
+    pub(super) fn participants(&self) -> &[NodeId] {
+        &self.participants
     }
 
     fn reported_at(&self) -> MutexGuard<'_, Vec<Instant>> {

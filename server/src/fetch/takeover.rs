@@ -9,7 +9,6 @@ use std::sync::Arc;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::placement::NodeSet;
-use dayfly_transport::TransportError;
 
 use super::Fetcher;
 use super::error::ReadError;
@@ -41,8 +40,5 @@ impl Fetcher {
 /// Returns whether an error means that the node cannot be reached, or does not answer.
 fn is_absence(error: &ReadError) -> bool {
     let ReadError::Peer(error) = error else { return false };
-    matches!(
-        **error,
-        PeerError::Transport(TransportError::Lost { .. } | TransportError::Timeout { .. } | TransportError::Stuck { .. })
-    )
+    matches!(**error, PeerError::Transport(_)) && error.is_absence()
 }

@@ -253,7 +253,7 @@ impl Session<'_> {
             loop {
                 match events.recv().await {
                     Some(Event::StagedIn(_)) => return Ok(()),
-                    Some(Event::Failed { reason }) => return Err(reason),
+                    Some(Event::Failed { reason, .. }) => return Err(reason),
                     Some(_) => {}
                     None => return Err("the stage-in ended without a result".to_owned()),
                 }

@@ -11,6 +11,7 @@ use dayfly_stagein::StageInError;
 
 use crate::blocking::JobLost;
 use crate::ingest::IngestError;
+use crate::membership::decision::OldEpoch;
 use crate::peers::PeerError;
 use crate::room::RoomError;
 use crate::store::{Drive, PrepareError};
@@ -62,6 +63,8 @@ pub(crate) enum NodeStageInError {
     #[error("no dataset was prepared")]
     NotPrepared,
     #[error(transparent)]
+    OldEpoch(#[from] OldEpoch),
+    #[error(transparent)]
     JobLost(#[from] JobLost),
 }
 
@@ -71,6 +74,7 @@ impl NodeStageInError {
             Self::NotRunning => RejectionKind::NoSuchStageIn,
             Self::OtherRoster { .. } | Self::TooLong(_) | Self::NoSuchRun(_) => RejectionKind::Invalid,
             Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
+            Self::OldEpoch(_) => RejectionKind::OldEpoch,
             Self::Busy => RejectionKind::Busy,
             Self::NoRoom | Self::NoCatalogRoom(_) => RejectionKind::NoRoom,
             Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) => RejectionKind::DriveFailed,

@@ -40,6 +40,7 @@ pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl F
     }
     let built = builder.finish(&|| {}).unwrap();
     let new = NewDataset {
+        request: 0,
         id: DatasetId(1),
         target: b"d".to_vec(),
         catalog: &built.file,
@@ -49,5 +50,5 @@ pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl F
         segments: Arc::new(Segments::create(drives, DatasetId(1)).unwrap()),
         stored_bytes: 0,
     };
-    new.prepare(NodeId(0), 2, &|_| None).unwrap()
+    new.prepare(NodeId(0), 2, Some(&|_| None)).unwrap()
 }
