@@ -117,6 +117,13 @@ pub enum Event {
     },
 }
 
+impl Event {
+    /// Returns whether no further event follows this one.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, Self::Planned(_) | Self::Progress(_) | Self::Restarted { .. })
+    }
+}
+
 /// An estimate of what a stage-in will need, and the space that is free.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct StageInEstimate {

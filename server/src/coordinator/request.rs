@@ -111,7 +111,7 @@ async fn relay(peers: &Peers, coordinator: NodeId, subscription: u64, events: &m
         }
         match answer {
             Ok(CoordinatorReply::Event(None)) => {}
-            Ok(CoordinatorReply::Event(Some(event))) if matches!(*event, Event::Planned(_) | Event::Progress(_)) => {
+            Ok(CoordinatorReply::Event(Some(event))) if !event.is_last() => {
                 received += 1;
                 events.send(*event).await.ok()?;
             }
