@@ -135,9 +135,9 @@ impl Coordinator {
     }
 
     /// Answers a worker that has finished units and wants more.
-    pub(crate) async fn next_units(&self, number: u64, finished: Vec<UnitReport>) -> CoordinatorReply {
+    pub(crate) async fn next_units(&self, number: u64, node: NodeId, finished: Vec<UnitReport>) -> CoordinatorReply {
         match self.registry.get(number) {
-            Some(stage_in) => stage_in.next_units(finished).await,
+            Some(stage_in) => stage_in.next_units(node, finished).await,
             None => CoordinatorReply::Over,
         }
     }

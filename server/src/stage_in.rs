@@ -241,6 +241,8 @@ pub(crate) struct NodeStageIn {
     /// The workers' runs, once all workers have finished.
     runs: watch::Sender<Option<Runs>>,
     publication: Mutex<Publication>,
+    /// Held while the catalog is prepared. The coordinator may ask again before the first request has ended.
+    preparing: tokio::sync::Mutex<()>,
     /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
@@ -301,6 +303,7 @@ impl NodeStageIn {
             suspect_paths: Arc::default(),
             runs: watch::Sender::new(None),
             publication: Mutex::default(),
+            preparing: tokio::sync::Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
             cancelled: SetOnce::new(),

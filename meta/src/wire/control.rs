@@ -4,6 +4,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::status::{Policy, Status};
 pub use crate::catalog::Grouping;
+use crate::id::NodeId;
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command that a client sends on its connection to the server.
@@ -88,6 +89,11 @@ pub enum Event {
     Planned(StageInEstimate),
     /// The progress of the stage-in.
     Progress(Progress),
+    /// A node was lost. The stage-in goes on: other nodes read what it had read.
+    WentOn {
+        /// The lost node.
+        node: NodeId,
+    },
     /// A node was lost or did not answer, and the stage-in begins again.
     Restarted {
         /// What happened, for the user.
@@ -120,7 +126,7 @@ pub enum Event {
 impl Event {
     /// Returns whether no further event follows this one.
     pub fn is_last(&self) -> bool {
-        !matches!(self, Self::Planned(_) | Self::Progress(_) | Self::Restarted { .. })
+        !matches!(self, Self::Planned(_) | Self::Progress(_) | Self::WentOn { .. } | Self::Restarted { .. })
     }
 }
 

@@ -10,6 +10,7 @@ use dayfly_meta::path::display;
 use dayfly_meta::wire::control::{Counts, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
 use futures_util::future::join_all;
+use tokio::time::sleep;
 
 use super::conflicts::Rivals;
 use super::distribution::{self, Distribution};
@@ -78,7 +79,7 @@ impl Publication<'_> {
         let request = NodeStageInRequest::Finish { stage_in: self.stage_in.number };
         let replies = self.ask_all(&request, context.deadlines().offer).await?;
         let mut runs = Vec::new();
-        for (&node, reply) in self.stage_in.participants().iter().zip(replies) {
+        for (node, reply) in replies {
             let NodeStageInReply::Finished { run_lens, counted } = reply else {
                 return Err(PeerError::InvalidAnswer(node).into());
             };
@@ -119,7 +120,7 @@ impl Publication<'_> {
         context.stage_ins.get(self.stage_in.number)?.set_catalog(merged.file.clone());
         let own = context.node;
         let mut have = vec![own];
-        let mut lack: Vec<NodeId> = self.stage_in.participants().iter().copied().filter(|&node| node != own).collect();
+        let mut lack: Vec<NodeId> = self.stage_in.participants().into_iter().filter(|&node| node != own).collect();
         let others = async {
             while !lack.is_empty() {
                 let next = lack.split_off(lack.len().saturating_sub(have.len() * CATALOG_FAN_OUT));
@@ -134,9 +135,12 @@ impl Publication<'_> {
         Ok(())
     }
 
+    /// Makes a node prepare the catalog. A node that does not answer is asked again until it is lost: then the dataset does without
+    /// it. If `from` is lost, this node gives the catalog.
     async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), PeerError> {
-        let context = &self.coordinator.context;
-        let request = NodeStageInRequest::Prepare {
+        let (context, start) = (&self.coordinator.context, Instant::now());
+        let patience = context.deadlines().lost_after + context.deadlines().node_silent;
+        let mut request = NodeStageInRequest::Prepare {
             stage_in: self.stage_in.number,
             dataset: self.dataset(),
             target: self.request.target.clone(),
@@ -145,7 +149,20 @@ impl Publication<'_> {
             checksum: merged.checksum,
             replaces: self.replaces,
         };
-        context.peers.ask(node, request, context.deadlines().prepare).await.map(drop)
+        loop {
+            let asked = context.peers.ask(node, request.clone(), context.deadlines().prepare).await;
+            let Err(error) = asked else { return Ok(()) };
+            if !context.peers.roster().is_live(node) {
+                return Ok(());
+            }
+            if !error.is_absence() || start.elapsed() > patience {
+                return Err(error);
+            }
+            if let NodeStageInRequest::Prepare { from, .. } = &mut request {
+                *from = context.node;
+            }
+            sleep(context.deadlines().progress_interval).await;
+        }
     }
 
     fn dataset(&self) -> DatasetId {
@@ -177,11 +194,15 @@ impl Publication<'_> {
         let _ = self.ask_all(&request, self.coordinator.context.deadlines().request).await;
     }
 
-    /// Asks all nodes that take part at once, and waits for all of them. Returns their replies in order, or the first error.
-    async fn ask_all(&self, request: &NodeStageInRequest, timeout: Duration) -> Result<Vec<NodeStageInReply>, PeerError> {
+    /// Asks all nodes that take part at once, and waits for all of them. Returns their replies, or the first error.
+    async fn ask_all(
+        &self,
+        request: &NodeStageInRequest,
+        timeout: Duration,
+    ) -> Result<Vec<(NodeId, NodeStageInReply)>, PeerError> {
         let peers = &self.coordinator.context.peers;
-        let asking = self.stage_in.participants().iter().map(|&node| peers.ask(node, request.clone(), timeout));
-        join_all(asking).await.into_iter().collect()
+        let ask = |node| async move { Ok((node, peers.ask(node, request.clone(), timeout).await?)) };
+        join_all(self.stage_in.participants().into_iter().map(ask)).await.into_iter().collect()
     }
 
     /// Returns the summary for the user. `unsettled` is the error if a node could not settle.
@@ -192,7 +213,7 @@ impl Publication<'_> {
         start: Instant,
     ) -> Result<Summary, CoordinatorError> {
         let context = &self.coordinator.context;
-        let mut counts = self.stage_in.counts().clone();
+        let mut counts = self.stage_in.counts();
         if let Some(error) = unsettled {
             counts.note(&format!("the dataset is visible, but not all nodes have freed what it replaced yet: {error}"));
         }

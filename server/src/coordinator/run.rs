@@ -325,12 +325,24 @@ async fn watch_progress<T>(
             return Err(detector.error(stage_in.waits_for()));
         }
         let roster = context.peers.roster();
-        let is_lost = |node: &NodeId| !roster.is_live(*node) || context.peers.is_cut_off(*node);
-        if let Some(node) = stage_in.participants().iter().copied().find(is_lost) {
-            return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+        for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
+            // Once the catalog is there, its dataset can do without the node.
+            if !is_publishing && !stage_in.go_on_without(node) {
+                return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+            }
+            stage_in.drop_participant(node);
+            tracing::warn!(%node, "a stage-in goes on without a lost node");
+            let _ = events.send(Event::WentOn { node }).await;
+        }
+        if context.membership.tenure().is_alone() {
+            // Nobody declares a node lost anymore.
+            let cut_off = stage_in.participants().into_iter().find(|&node| context.peers.is_cut_off(node));
+            if let Some(node) = cut_off {
+                return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+            }
         }
         if let Some(node) = stage_in.silent_node() {
-            let seconds = context.deadlines().node_silent.as_secs_f64();
+            let seconds = (context.deadlines().lost_after + context.deadlines().node_silent).as_secs_f64();
             return Err(CoordinatorError::NodeSilent { node, seconds });
         }
         // A slow client misses some events. This loses nothing, because each event contains all progress so far.

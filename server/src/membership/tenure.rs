@@ -41,6 +41,11 @@ impl Tenure {
         self.is_alone = true;
     }
 
+    /// Returns whether the session goes on without its supervisor.
+    pub fn is_alone(&self) -> bool {
+        self.is_alone
+    }
+
     /// Returns whether this server may make datasets visible.
     pub fn may_publish(&self) -> bool {
         self.is_alone || self.silent_ticks < self.publish_ticks

@@ -29,7 +29,7 @@ impl Coordination {
                 CoordinatorReply::Done
             }
             CoordinatorRequest::Datasets => CoordinatorReply::Datasets(coordinator.list_datasets()?),
-            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, finished).await,
+            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, from, finished).await,
             CoordinatorRequest::Report { stage_in, progress, waits, suspects, sightings } => {
                 coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })?
             }

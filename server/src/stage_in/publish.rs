@@ -64,8 +64,12 @@ impl NodeStageIn {
         self.publication().catalog = Some(catalog);
     }
 
-    /// Fetches the catalog unless it is already here, checks it, and prepares the dataset.
+    /// Fetches the catalog unless it is already here, checks it, and prepares the dataset. Does nothing if that has been done.
     pub(crate) async fn prepare(self: &Arc<Self>, announced: PreparedCatalog) -> Result<(), NodeStageInError> {
+        let _preparing = self.preparing.lock().await;
+        if self.is_prepared() {
+            return Ok(());
+        }
         let PreparedCatalog { dataset: id, target, from, len, checksum, replaces } = announced;
         let (drive, mut room) = self.take_catalog_room();
         let more = len.saturating_sub(room.bytes());

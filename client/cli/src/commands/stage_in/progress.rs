@@ -100,6 +100,10 @@ impl Reporter {
             Event::Planned(plan) => self.show_plan(plan),
             Event::Progress(progress) => self.show_progress(progress),
             Event::StagedIn(summary) => self.show_summary(summary),
+            Event::WentOn { node } => {
+                self.clear();
+                mention(format_args!("node {node} was lost; the stage-in goes on without it"));
+            }
             Event::Restarted { reason } => {
                 self.clear();
                 let reason = display(without_os_numbers(reason).as_bytes());
@@ -278,6 +282,7 @@ impl Reporter {
                     value
                 }).collect::<Vec<_>>(),
             }),
+            Event::WentOn { node } => json!({ "event": "went-on", "lost_node": node.0 }),
             Event::Restarted { reason } => {
                 json!({ "event": "restarted", "reason": display(without_os_numbers(reason).as_bytes()) })
             }
