@@ -64,7 +64,7 @@ fn origin_reads(cluster: &Cluster) -> u64 {
 fn slow_stage_in(cluster: &Cluster, source: &str, node: u16, target: &str) -> Child {
     let source = cluster.at(source);
     let mut command = cluster.dayfly();
-    command.args(["stage-in", "--max-rate", "2M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+    command.args(["stage-in", "--max-rate", "6M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 

@@ -31,7 +31,8 @@ pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events:
         };
         let is_over = restarts >= STAGE_IN_RESTARTS_MAX;
         if is_over || !all_present(&peers, &events).await {
-            let _ = events.send(last).await;
+            let reason = format!("{reason}; 'dayfly ls' shows whether the dataset exists nevertheless");
+            let _ = events.send(Event::Failed { reason, can_restart: false }).await;
             return;
         }
         tracing::warn!(reason, "a stage-in begins again");
@@ -130,7 +131,7 @@ fn failure(coordinator: NodeId, answer: Result<CoordinatorReply, PeerError>) -> 
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
             format!("{error}: too many sources for one message; list them in a file, and pass @FILE")
         }
-        Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset exists nevertheless"),
+        Err(error) => error.to_string(),
         Ok(_) => PeerError::InvalidAnswer(coordinator).to_string(),
     };
     Event::Failed { reason, can_restart }
