@@ -277,6 +277,9 @@ pub const PFS_STREAMS_MAX: u16 = 256;
 pub const MISSING_REASONS_MAX: usize = 32;
 /// A node that does not answer is asked at longer and longer intervals, at most this long.
 pub const SUSPECT_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(8);
+/// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
+/// looks at a part.
+pub const TAKEN_OVER_SAMPLES_MAX: u32 = 4 << 20;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

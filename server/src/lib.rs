@@ -15,7 +15,8 @@
 //! | `peers` | the roster, and requests to any node, this one included | `blocking`, `stats` |
 //! | `fetch` | the read path | `arena`, `cache_writer`, `peers`, `store` |
 //! | `prefetch` | reads ahead along sample orders | `arena`, `fetch`, `store` |
-//! | `room` | room for stage-ins and for cached blocks | `prefetch`, `processes`, `store` |
+//! | `room` | room for stage-ins and for cached blocks | `peers`, `prefetch`, `processes`, `store` |
+//! | `recovery` | what a node does when a member is lost or returns | `peers`, `room` |
 //! | `ingest` | stores the blocks that arrive in a stage-in | `store` |
 //! | `stage_in` | this node's part of a stage-in | `arena`, `ingest`, `peers`, `room`, `store` |
 //! | `coordinator` | plans stage-ins, merges, publishes (on node 0) | `peers`, `room`, `stage_in`, `store` |
@@ -94,6 +95,7 @@ mod origins;
 mod peers;
 mod prefetch;
 mod processes;
+mod recovery;
 mod room;
 mod service;
 mod stage_in;

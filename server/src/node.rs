@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::roster::RosterChange;
 use dayfly_meta::status_page::StatusPage;
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::tcp::{Identity, Purpose};
@@ -27,6 +28,7 @@ use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
+use crate::recovery;
 use crate::room::Room;
 use crate::service::{Administration, Coordination, NodeService, Offers, Reads, StageIns};
 use crate::stage_in::{NodeStageIns, StageInContext};
@@ -139,7 +141,8 @@ impl NodeParts {
         ));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
-        let room = Arc::new(Room::new(store.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
+        let room =
+            Arc::new(Room::new(store.clone(), peers.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
         let stage_ins = Arc::new(NodeStageIns::new(StageInContext {
             node,
             workers: config.workers,
@@ -298,6 +301,7 @@ impl Node {
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
         tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
+        tasks.spawn(recovery::follow_roster(parts.peers.clone(), parts.room.clone()));
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
         tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))
@@ -329,6 +333,11 @@ impl Node {
     /// A node below cannot be reached.
     pub async fn agree(&self, agreement: Agreement) -> Result<(), JoinError> {
         self.parts.membership.agree(agreement).await
+    }
+
+    /// Takes a newer roster. Does nothing if this node has a roster that is as new, or if the session has not begun.
+    pub fn change_roster(&self, change: &RosterChange) {
+        self.parts.peers.change_roster(change);
     }
 
     /// Returns whether the session has begun on this node: the nodes have met and agreed on a network.
