@@ -28,7 +28,7 @@ use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
-use crate::recovery;
+use crate::recovery::{Recovery, RecoveryProgress};
 use crate::room::Room;
 use crate::service::{Administration, Coordination, NodeService, Offers, Reads, StageIns};
 use crate::stage_in::{NodeStageIns, StageInContext};
@@ -112,6 +112,7 @@ pub(crate) struct NodeParts {
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) coordinator: Arc<Coordinator>,
     membership: Arc<Membership>,
+    recovery_progress: Arc<RecoveryProgress>,
     status: Arc<StatusReporter>,
 }
 
@@ -167,6 +168,7 @@ impl NodeParts {
             blocking: blocking.clone(),
         }));
         let membership = Arc::new(Membership::new(peers.clone(), transport.clone(), store.clone(), blocking.clone()));
+        let recovery_progress = Arc::<RecoveryProgress>::default();
         let status = Arc::new(StatusReporter {
             data_dirs: config.data_dirs.clone(),
             workers: config.workers,
@@ -180,6 +182,7 @@ impl NodeParts {
             client_reads: client_reads.clone(),
             damage: damage.clone(),
             peers: peers.clone(),
+            recovery: recovery_progress.clone(),
             transport: transport.clone(),
         });
         let parts = Self {
@@ -198,9 +201,23 @@ impl NodeParts {
             stage_ins,
             coordinator,
             membership,
+            recovery_progress,
             status,
         };
         Ok((parts, caching))
+    }
+
+    /// Creates the task that recovers the blocks of lost nodes.
+    fn recovery(&self) -> Recovery {
+        Recovery {
+            peers: self.peers.clone(),
+            room: self.room.clone(),
+            store: self.store.clone(),
+            fetcher: self.fetcher.clone(),
+            blocking: self.blocking.clone(),
+            rate: self.config.recovery_rate,
+            progress: self.recovery_progress.clone(),
+        }
     }
 
     /// Creates the service that answers peers.
@@ -301,7 +318,7 @@ impl Node {
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
         tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
-        tasks.spawn(recovery::follow_roster(parts.peers.clone(), parts.room.clone()));
+        tasks.spawn(parts.recovery().run());
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
         tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))

@@ -13,7 +13,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
@@ -67,6 +67,8 @@ pub(crate) struct Room {
     prefetcher: Arc<Prefetcher>,
     blocking: Arc<dyn Blocking>,
     deadlines: Deadlines,
+    /// The number of plans that have been carried out as a whole.
+    plans: AtomicU64,
     /// Held while a plan or an eviction runs.
     planning: Mutex<()>,
     stage_ins: AtomicUsize,
@@ -104,6 +106,7 @@ impl Room {
             prefetcher,
             blocking,
             deadlines,
+            plans: AtomicU64::new(0),
             planning: Mutex::default(),
             stage_ins,
             partial_stage_ins,
@@ -205,9 +208,15 @@ impl Room {
         if self.has_stage_in() {
             self.pause_caching();
         } else {
+            self.plans.fetch_add(1, Ordering::Release);
             self.prefetcher.fetcher().cache_resident(self.store.datasets());
         }
         Ok(())
+    }
+
+    /// Returns a number that changes whenever room has been divided again and caching goes on.
+    pub(crate) fn plans(&self) -> u64 {
+        self.plans.load(Ordering::Acquire)
     }
 
     fn has_stage_in(&self) -> bool {

@@ -86,6 +86,7 @@ impl Inside {
                 workers: 2,
                 decoders: 1,
                 pfs_streams: 16,
+                recovery_rate: 0,
                 stage_in_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };

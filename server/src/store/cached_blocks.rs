@@ -101,6 +101,10 @@ impl CachedBlocks {
         self.lock().have_ranks_changed = true;
     }
 
+    pub(crate) fn is_paused(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed)
+    }
+
     fn add(&self, len: u64) {
         self.blocks.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(len, Ordering::Relaxed);
@@ -157,11 +161,13 @@ impl Dataset {
 
     /// Returns whether a block that arrived from its owner is to be cached.
     pub(crate) fn should_cache(&self, block: BlockId) -> bool {
+        !self.cached_blocks().is_paused() && self.is_selected(block) && !self.is_local(block)
+    }
+
+    /// Returns whether there is room to cache a block, according to the last plan.
+    pub(crate) fn is_selected(&self, block: BlockId) -> bool {
         let threshold = self.cached_blocks().threshold();
-        threshold > 0
-            && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
-            && self.rank(block) < threshold
-            && !self.is_local(block)
+        threshold > 0 && self.rank(block) < threshold
     }
 
     /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
