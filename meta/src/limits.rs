@@ -285,6 +285,33 @@ pub const LOST_AFTER_MAX_S: u64 = 3600;
 pub const CATALOG_READS_RETRIED: u32 = 8;
 /// How often a stage-in begins again after a node was lost or did not answer.
 pub const STAGE_IN_RESTARTS_MAX: u32 = 16;
+/// Bytes per second that each node reads to recover the blocks of lost nodes, unless the user sets another rate.
+pub const RECOVERY_RATE_DEFAULT: u64 = 256 << 20;
+/// Bytes of the blocks that recovery has in memory at once. A larger block is in memory alone.
+pub const RECOVERY_BATCH_LEN_MAX: u64 = 16 << 20;
+/// With a low rate, recovery has fewer bytes in memory at once, but up to this many.
+pub const RECOVERY_BATCH_LEN_MIN: u64 = 1 << 20;
+/// The most blocks that recovery reads at once.
+pub const RECOVERY_BATCH_BLOCKS_MAX: usize = 4096;
+/// Blocks that recovery sorts by their origins at once. Up to twice as many positions, of 16 bytes, are in memory during a scan.
+pub const RECOVERY_WINDOW_BLOCKS: usize = 1 << 20;
+/// Recovered bytes that are written to a drive at once, if it has room for all of them.
+pub const RECOVERY_WRITE_LEN: usize = 4 << 20;
+/// How often recovery that waits for a stage-in, or that has nothing to do, looks whether it can go on.
+pub const RECOVERY_LOOK_INTERVAL: Duration = Duration::from_millis(500);
+/// How long recovery waits before it tries again to read blocks that could not be read.
+pub const RECOVERY_PAUSE_MIN: Duration = Duration::from_secs(10);
+/// Each such wait is twice as long as the one before, up to this.
+pub const RECOVERY_PAUSE_MAX: Duration = Duration::from_secs(300);
+/// How long recovery waits at a time while readers use all streams to the parallel file system.
+pub const RECOVERY_YIELD: Duration = Duration::from_millis(20);
+/// After this time recovery goes on although readers use all streams.
+pub const RECOVERY_YIELD_MAX: Duration = Duration::from_secs(2);
+/// Recovery uses one in this many of the streams to the parallel file system, and at least one.
+pub const RECOVERY_STREAMS_SHARE: usize = 4;
+/// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
+/// looks at a part.
+pub const TAKEN_OVER_SAMPLES_MAX: u32 = 4 << 20;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

@@ -76,6 +76,16 @@ metrics! {
         |node| one(node.origins.operations);
     "dayfly_origin_failures_total" Counter "" "Chunks that could not be read from their origins."
         |node| one(node.origins.failures);
+    "dayfly_recovery_wanted_blocks" Gauge "" "Blocks of lost nodes that the node holds in their place, had not stored when the members of the session last changed, and has room for."
+        |node| one(node.recovery.wanted.count);
+    "dayfly_recovery_wanted_bytes" Gauge "" "Bytes of the blocks that `dayfly_recovery_wanted_blocks` counts."
+        |node| one(node.recovery.wanted.bytes);
+    "dayfly_recovery_recovered_blocks" Gauge "" "Those of the blocks in `dayfly_recovery_wanted_blocks` that the node has stored by now."
+        |node| one(node.recovery.recovered.count);
+    "dayfly_recovery_recovered_bytes" Gauge "" "Bytes of the blocks that `dayfly_recovery_recovered_blocks` counts."
+        |node| one(node.recovery.recovered.bytes);
+    "dayfly_recovery_failed_blocks" Gauge "" "Those of the blocks in `dayfly_recovery_wanted_blocks` that could not be read. The node tries again later."
+        |node| one(node.recovery.failed.count);
     "dayfly_unstored_bytes" Gauge "" "Bytes of the blocks that the node owns but did not store, for lack of room."
         |node| one(node.unstored_bytes);
     "dayfly_served_reads_total" Counter "" "Chunks sent to other nodes."

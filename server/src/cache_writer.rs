@@ -6,6 +6,7 @@
 //! drive is read in later epochs too.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -121,19 +122,13 @@ impl Written {
     }
 }
 
-/// Syncs one group after another, while the next one is being written. What processes find on drives from then on leaves the arena.
+/// Syncs one group after another, while the next one is being written.
 async fn sync_all(written: &Written, arena: &Arena, blocking: &dyn Blocking) {
     loop {
         for dataset in written.next().await.datasets.into_values() {
             let id = dataset.id().0;
             let arena = arena.clone();
-            let sync = move || {
-                let mut published = Vec::new();
-                let synced = dataset.sync_cached(&mut |block, len| published.push((block, len)));
-                arena.forget_blocks(dataset.id(), &published);
-                synced
-            };
-            match blocking.run(sync).await {
+            match blocking.run(move || sync_copies(&dataset, &arena)).await {
                 Ok(Ok(())) => {}
                 Ok(Err(error)) => {
                     tracing::warn!(dataset = id, %error, "a drive failed to sync copies of blocks; the copies are dropped")
@@ -142,6 +137,14 @@ async fn sync_all(written: &Written, arena: &Arena, blocking: &dyn Blocking) {
             }
         }
     }
+}
+
+/// Waits until the copies that were written before are on the drives. What processes find there from then on leaves the arena.
+pub(crate) fn sync_copies(dataset: &Dataset, arena: &Arena) -> io::Result<()> {
+    let mut published = Vec::new();
+    let synced = dataset.sync_cached(&mut |block, len| published.push((block, len)));
+    arena.forget_blocks(dataset.id(), &published);
+    synced
 }
 
 impl QueuedChunk {

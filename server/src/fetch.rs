@@ -13,6 +13,7 @@
 //! - [`without_arena`] does so for peers while the arena has no room.
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`takeover`] chooses other nodes while the owner does not answer.
+//! - [`recover`] reads and stores the blocks of lost nodes in the background.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
@@ -30,6 +31,7 @@
 mod error;
 mod from_origins;
 mod recheck;
+mod recover;
 mod serve;
 mod takeover;
 mod verify;

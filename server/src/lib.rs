@@ -15,7 +15,8 @@
 //! | `peers` | the roster, and requests to any node, this one included | `blocking`, `stats` |
 //! | `fetch` | the read path | `arena`, `cache_writer`, `peers`, `store` |
 //! | `prefetch` | reads ahead along sample orders | `arena`, `fetch`, `store` |
-//! | `room` | room for stage-ins and for cached blocks | `prefetch`, `processes`, `store` |
+//! | `room` | room for stage-ins and for cached blocks | `peers`, `prefetch`, `processes`, `store` |
+//! | `recovery` | recovers the blocks of lost nodes | `fetch`, `peers`, `room`, `store` |
 //! | `ingest` | stores the blocks that arrive in a stage-in | `store` |
 //! | `stage_in` | this node's part of a stage-in | `arena`, `ingest`, `peers`, `room`, `store` |
 //! | `coordinator` | plans stage-ins, merges, publishes (on node 0) | `peers`, `room`, `stage_in`, `store` |
@@ -68,6 +69,7 @@
 //!     workers: 1,
 //!     decoders: 1,
 //!     pfs_streams: 16,
+//!     recovery_rate: 256 << 20,
 //!     stage_in_memory: 256 << 20,
 //!     deadlines: Deadlines::DEFAULT,
 //! };
@@ -95,6 +97,7 @@ mod origins;
 mod peers;
 mod prefetch;
 mod processes;
+mod recovery;
 mod room;
 mod service;
 mod stage_in;
@@ -151,6 +154,8 @@ pub struct Config {
     pub stage_in_memory: u64,
     /// Reads of samples that this node makes at the same time on the parallel file system.
     pub pfs_streams: usize,
+    /// Bytes per second that this node reads to recover the blocks of lost nodes; 0 to recover nothing in the background.
+    pub recovery_rate: u64,
     /// The deadlines and intervals of the session.
     pub deadlines: Deadlines,
 }

@@ -29,6 +29,7 @@ use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
+use crate::recovery::{Recovery, RecoveryProgress};
 use crate::room::Room;
 use crate::service::{Administration, Coordination, NodeService, Offers, Reads, StageIns};
 use crate::stage_in::{NodeStageIns, StageInContext};
@@ -113,6 +114,7 @@ pub(crate) struct NodeParts {
     pub(crate) coordinator: Arc<Coordinator>,
     membership: Arc<Membership>,
     catch_up: Arc<CatchUp>,
+    recovery_progress: Arc<RecoveryProgress>,
     status: Arc<StatusReporter>,
 }
 
@@ -142,7 +144,8 @@ impl NodeParts {
         ));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
-        let room = Arc::new(Room::new(store.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
+        let room =
+            Arc::new(Room::new(store.clone(), peers.clone(), processes.clone(), prefetcher.clone(), blocking.clone(), deadlines));
         let stage_ins = Arc::new(NodeStageIns::new(StageInContext {
             node,
             workers: config.workers,
@@ -177,6 +180,7 @@ impl NodeParts {
             membership: membership.clone(),
             blocking: blocking.clone(),
         }));
+        let recovery_progress = Arc::<RecoveryProgress>::default();
         let status = Arc::new(StatusReporter {
             data_dirs: config.data_dirs.clone(),
             workers: config.workers,
@@ -190,6 +194,7 @@ impl NodeParts {
             client_reads: client_reads.clone(),
             damage: damage.clone(),
             peers: peers.clone(),
+            recovery: recovery_progress.clone(),
             transport: transport.clone(),
         });
         let parts = Self {
@@ -209,9 +214,23 @@ impl NodeParts {
             coordinator,
             membership,
             catch_up,
+            recovery_progress,
             status,
         };
         Ok((parts, caching))
+    }
+
+    /// Creates the task that recovers the blocks of lost nodes.
+    fn recovery(&self) -> Recovery {
+        Recovery {
+            peers: self.peers.clone(),
+            room: self.room.clone(),
+            store: self.store.clone(),
+            fetcher: self.fetcher.clone(),
+            blocking: self.blocking.clone(),
+            rate: self.config.recovery_rate,
+            progress: self.recovery_progress.clone(),
+        }
     }
 
     /// Creates the service that answers peers.
@@ -314,6 +333,7 @@ impl Node {
         tasks.spawn(caching);
         tasks.spawn(parts.coordinator.clone().follow_roster());
         tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
+        tasks.spawn(parts.recovery().run());
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
         tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))

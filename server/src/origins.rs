@@ -18,9 +18,10 @@ use std::time::Duration;
 
 use dayfly_meta::checksum::{Mismatch, check};
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::id::DatasetId;
+use dayfly_meta::id::{DatasetId, SampleId};
 use dayfly_meta::limits::{
     BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_FAILING, ORIGIN_FILES_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH, ORIGIN_SOURCES_MAX,
+    RECOVERY_STREAMS_SHARE,
 };
 use dayfly_meta::path::display;
 use dayfly_meta::wire::status::OriginStatus;
@@ -93,6 +94,8 @@ impl SourceState {
 pub(crate) struct Origins {
     reader: Arc<OriginReader<SharedFiles>>,
     streams: Arc<Semaphore>,
+    /// How many of them work in the background may have.
+    background_streams: usize,
     /// How many of them one source may have.
     streams_per_source: usize,
     sources: Mutex<HashMap<(DatasetId, u32), Arc<SourceState>>>,
@@ -109,6 +112,7 @@ impl Origins {
         Self {
             reader: Arc::new(OriginReader::with_files(files, ORIGIN_FILES_MAX)),
             streams: Arc::new(Semaphore::new(streams)),
+            background_streams: (streams / RECOVERY_STREAMS_SHARE).max(1),
             streams_per_source: (streams - streams / 8).min(streams.saturating_sub(1)).max(1),
             sources: Mutex::default(),
             blocking,
@@ -125,6 +129,16 @@ impl Origins {
             operations: self.operations.load(Ordering::Relaxed),
             failures: self.failures.load(Ordering::Relaxed),
         }
+    }
+
+    /// Returns whether all streams are in use, so that another read would wait.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.streams.available_permits() == 0
+    }
+
+    /// Returns how many reads may be under way for work in the background.
+    pub(crate) fn background_streams(&self) -> usize {
+        self.background_streams
     }
 
     /// Returns a future for each read that is worth making for these chunks. Each future fills the buffers of its chunks, which
@@ -261,7 +275,7 @@ impl Origins {
 }
 
 /// Stands for a chunk that the catalog does not have.
-const NOTHING: SamplePart = SamplePart { sample: dayfly_meta::id::SampleId(u32::MAX), start: 0, len: 0 };
+const NOTHING: SamplePart = SamplePart { sample: SampleId(u32::MAX), start: 0, len: 0 };
 
 /// Returns which part of which sample a chunk is.
 fn part(dataset: &Dataset, chunk: Chunk) -> Option<SamplePart> {
@@ -300,7 +314,12 @@ where
 
 /// Returns whether a block's sample can be read from its origin by itself.
 pub(crate) fn has_origin(dataset: &Dataset, chunk: Chunk) -> bool {
-    dataset.catalog().block(chunk.block).is_some_and(|(sample, _)| is_readable(dataset.catalog(), sample))
+    dataset.catalog().block(chunk.block).is_some_and(|(sample, _)| is_readable_alone(dataset, sample))
+}
+
+/// Returns whether a sample can be read from its origin by itself.
+pub(crate) fn is_readable_alone(dataset: &Dataset, sample: SampleId) -> bool {
+    is_readable(dataset.catalog(), sample)
 }
 
 #[cfg(test)]

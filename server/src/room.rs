@@ -3,7 +3,7 @@
 //! Cached blocks are copies of other nodes' blocks, and blocks that this node owns but found no room for when they were staged in.
 //! They give way to stage-ins: a stage-in that finds no room calls
 //! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks). Both evict cached
-//! blocks. Whenever datasets or policies change, [`Room::plan_cache`] divides the free room among the datasets again.
+//! blocks. Whenever datasets, policies or the members of the session change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
 //! Invariants: one plan or eviction runs at a time. While a stage-in runs, nothing more is cached. The room of cached blocks is
 //! freed only while no process reads blocks in place.
@@ -13,7 +13,7 @@
 
 use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
@@ -23,6 +23,7 @@ use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep};
 
 use crate::blocking::{Blocking, JobLost};
+use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
 use crate::store::{CacheShares, Dataset, Store, lowered_threshold};
@@ -61,10 +62,13 @@ impl From<RoomError> for Rejection {
 /// The room of one node.
 pub(crate) struct Room {
     store: Arc<Store>,
+    peers: Arc<Peers>,
     processes: Arc<Processes>,
     prefetcher: Arc<Prefetcher>,
     blocking: Arc<dyn Blocking>,
     deadlines: Deadlines,
+    /// The number of plans that have been carried out as a whole.
+    plans: AtomicU64,
     /// Held while a plan or an eviction runs.
     planning: Mutex<()>,
     stage_ins: AtomicUsize,
@@ -88,13 +92,25 @@ impl Drop for StageInGuard {
 impl Room {
     pub(crate) fn new(
         store: Arc<Store>,
+        peers: Arc<Peers>,
         processes: Arc<Processes>,
         prefetcher: Arc<Prefetcher>,
         blocking: Arc<dyn Blocking>,
         deadlines: Deadlines,
     ) -> Self {
         let (stage_ins, partial_stage_ins) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { store, processes, prefetcher, blocking, deadlines, planning: Mutex::default(), stage_ins, partial_stage_ins }
+        Self {
+            store,
+            peers,
+            processes,
+            prefetcher,
+            blocking,
+            deadlines,
+            plans: AtomicU64::new(0),
+            planning: Mutex::default(),
+            stage_ins,
+            partial_stage_ins,
+        }
     }
 
     /// Counts a stage-in. Drop the guard when the stage-in has ended, then call [`Self::plan_cache`]. A partial stage-in takes all
@@ -160,9 +176,11 @@ impl Room {
     pub(crate) async fn plan_cache(self: &Arc<Self>) -> Result<(), RoomError> {
         let _alone = self.planning.lock().await;
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
+        let lost = self.peers.roster().lost();
         let planned = self.on_drives(move |room| {
             let datasets = room.store.datasets();
-            let unstored: u64 = datasets.iter().map(|dataset| dataset.owned().unstored_bytes).sum();
+            datasets.iter().for_each(|dataset| dataset.set_lost(&lost));
+            let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
             let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
             let shares = CacheShares::that_fit(room.store.free().min(limit), unstored, remote.saturating_sub(unstored));
             datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(dataset.cache_threshold(shares)));
@@ -190,9 +208,15 @@ impl Room {
         if self.has_stage_in() {
             self.pause_caching();
         } else {
+            self.plans.fetch_add(1, Ordering::Release);
             self.prefetcher.fetcher().cache_resident(self.store.datasets());
         }
         Ok(())
+    }
+
+    /// Returns a number that changes whenever room has been divided again and caching goes on.
+    pub(crate) fn plans(&self) -> u64 {
+        self.plans.load(Ordering::Acquire)
     }
 
     fn has_stage_in(&self) -> bool {

@@ -17,6 +17,7 @@ use crate::fetch::Fetcher;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
+use crate::recovery::RecoveryProgress;
 use crate::stage_in::NodeStageIns;
 use crate::stats::{ClientReads, Damage};
 use crate::store::{Dataset, Store};
@@ -38,6 +39,7 @@ pub(crate) struct StatusReporter {
     pub(crate) client_reads: Arc<ClientReads>,
     pub(crate) damage: Arc<Damage>,
     pub(crate) peers: Arc<Peers>,
+    pub(crate) recovery: Arc<RecoveryProgress>,
     pub(crate) transport: Arc<dyn Transport>,
 }
 
@@ -81,6 +83,7 @@ impl StatusReporter {
             served: self.fetcher.served(),
             origins: self.fetcher.origins(),
             unstored_bytes: sum(&|dataset| dataset.owned().unstored_bytes),
+            recovery: self.recovery.status(),
             owners,
             wait_us: self.client_reads.wait_us(),
             asking: self.client_reads.in_flight(),

@@ -8,6 +8,7 @@
 //! - [`segment`]: the files in which a dataset packs its blocks, one on each drive.
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks a dataset caches here, and how they are written, published and evicted.
+//! - [`taken_over`]: which blocks this node holds in place of lost owners.
 //! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
 //!
@@ -29,6 +30,7 @@ mod dataset;
 mod drive;
 mod pages;
 mod segment;
+mod taken_over;
 #[cfg(test)]
 pub(crate) mod testing;
 pub(crate) mod write_back;

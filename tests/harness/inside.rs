@@ -12,6 +12,7 @@ use dayfly_client::{Session, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
+use dayfly_meta::roster::{RosterChange, RosterMember};
 use dayfly_meta::wire::control::{Command, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::status::NodeStatus;
 use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
@@ -39,6 +40,8 @@ pub(crate) struct Inside {
     inject: Arc<Mutex<Option<Injector>>>,
     /// The length of each node's arena. It differs between the sessions in this process, so it identifies this session's arenas.
     memory: u64,
+    /// The epoch of the roster.
+    epoch: u32,
 }
 
 /// The number of sessions that this process has started.
@@ -54,6 +57,11 @@ pub(crate) enum Rest<'a> {
 
 impl Inside {
     pub(crate) fn new(nodes: u16, verify_reads: bool) -> Self {
+        Self::with_config(nodes, |config| config.verify_reads = verify_reads)
+    }
+
+    /// Starts a session whose nodes have configurations that `configure` changes.
+    pub(crate) fn with_config(nodes: u16, configure: impl Fn(&mut Config)) -> Self {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
         let (work, session_folder) = (folder(), folder());
         let data: Vec<TempDir> = (0..nodes).map(|_| folder()).collect();
@@ -62,7 +70,7 @@ impl Inside {
         let memory = 2 * ARENA_LEN_MIN + SESSIONS.fetch_add(1, Ordering::Relaxed) * PAGE_SIZE;
         let inject: Arc<Mutex<Option<Injector>>> = Arc::default();
         let start = |node: u16| {
-            let config = Config {
+            let mut config = Config {
                 session: location.session,
                 key: Arc::new(Key::new([3; 32])),
                 encrypt: false,
@@ -74,13 +82,15 @@ impl Inside {
                 capacity: 1 << 30,
                 memory,
                 prefix: b"/dayfly".to_vec(),
-                verify_reads,
+                verify_reads: false,
                 workers: 2,
                 decoders: 1,
                 pfs_streams: 16,
+                recovery_rate: 0,
                 stage_in_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };
+            configure(&mut config);
             let known = inject.clone();
             let plan: FaultSchedule = Arc::new(move |seen| known.lock().unwrap().as_ref().and_then(|inject| inject(seen)));
             let decorate = |inner: Arc<dyn Transport>| -> Arc<dyn Transport> { Arc::new(Faulty::new(inner, plan)) };
@@ -91,7 +101,7 @@ impl Inside {
         for server in &servers {
             runtime.block_on(server.join(&addresses, Agreement::Tcp { why: "a test".to_owned() })).unwrap();
         }
-        Self { runtime, servers, location, data, work, _folder: session_folder, inject, memory }
+        Self { runtime, servers, location, data, work, _folder: session_folder, inject, memory, epoch: 0 }
     }
 
     /// Starts to inject faults.
@@ -102,6 +112,25 @@ impl Inside {
     /// Stops injecting faults.
     pub(crate) fn leave_alone(&self) {
         *self.inject.lock().unwrap() = None;
+    }
+
+    /// Stops a node's server, and tells all nodes that the node is lost, as the supervisor does.
+    pub(crate) fn lose(&mut self, node: u16) {
+        let _within = self.runtime.enter();
+        let server = &self.servers[usize::from(node)];
+        server.free_all();
+        server.close();
+        self.announce(node, true);
+    }
+
+    /// Tells all nodes that a node is lost, or that it has returned.
+    pub(crate) fn announce(&mut self, node: u16, is_lost: bool) {
+        self.epoch += 1;
+        let address = self.servers[usize::from(node)].address();
+        // Only a member that returns has a new incarnation.
+        let member = RosterMember { address, incarnation: self.epoch - u32::from(is_lost), is_lost };
+        let change = RosterChange { epoch: self.epoch, members: vec![(node, member)] };
+        self.servers.iter().for_each(|server| server.change_roster(&change));
     }
 
     pub(crate) fn view(&self, node: u16) -> View {
@@ -166,6 +195,18 @@ impl Inside {
         };
         self.view(0).session().control(Command::Status, see).unwrap();
         found
+    }
+
+    /// Returns the status of one node. Other nodes may be lost.
+    pub(crate) fn status_of(&self, node: u16) -> NodeStatus {
+        let mut found = None;
+        let see = &mut |event| {
+            if let Event::Status(mut status) = event {
+                found = Some(status.nodes.swap_remove(usize::from(node)).status.unwrap());
+            }
+        };
+        self.view(node).session().control(Command::Status, see).unwrap();
+        found.unwrap()
     }
 
     /// Returns the path of a node's socket for clients.

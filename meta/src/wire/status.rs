@@ -202,6 +202,8 @@ pub struct NodeStatus {
     pub origins: OriginStatus,
     /// Bytes of the blocks that this node owns but did not store, for lack of room.
     pub unstored_bytes: u64,
+    /// The blocks of lost nodes that this node reads and stores.
+    pub recovery: RecoveryStatus,
     /// What this node received from each owner, by node.
     pub owners: Vec<OwnerStatus>,
     /// How long clients waited for chunks that they asked the server for, in microseconds: the
@@ -259,6 +261,17 @@ pub struct OriginStatus {
     pub operations: u64,
     /// Chunks that could not be read.
     pub failures: u64,
+}
+
+/// How far a node has recovered the blocks that it holds in place of lost nodes, since the members of the session last changed.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RecoveryStatus {
+    /// The blocks that the node lacked and has room for. They include those of the other two fields.
+    pub wanted: Reads,
+    /// The blocks that are on the node's drives by now.
+    pub recovered: Reads,
+    /// The blocks that could not be read. The node tries again later.
+    pub failed: Reads,
 }
 
 /// The traffic that a node received from one owner.

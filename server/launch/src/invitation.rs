@@ -96,6 +96,7 @@ pub(crate) struct Settings {
     pub(crate) stage_in_memory: Option<u64>,
     pub(crate) stage_in_workers: Option<u16>,
     pub(crate) pfs_streams: u16,
+    pub(crate) recovery_rate: u64,
     pub(crate) prefix: Vec<u8>,
     pub(crate) verify_reads: bool,
     pub(crate) encrypt: bool,

@@ -21,6 +21,9 @@ pub struct SessionOptions {
     pub stage_in_workers: Option<u16>,
     /// Reads of samples that each server makes at the same time on the parallel file system. `None`: the default.
     pub pfs_streams: Option<u16>,
+    /// Bytes per second that each server reads to recover the blocks of lost nodes; 0 to recover nothing in the background. `None`:
+    /// the default.
+    pub recovery_rate: Option<u64>,
     /// How long a stage-in may stand still before it fails. `None`: the default.
     pub stage_in_timeout: Option<Duration>,
     /// How long a server may be silent before it counts as lost. `None`: the default.
@@ -56,6 +59,7 @@ impl Default for SessionOptions {
             stage_in_memory: None,
             stage_in_workers: None,
             pfs_streams: None,
+            recovery_rate: None,
             stage_in_timeout: None,
             lost_after: None,
             prefix: b"/dayfly".to_vec(),

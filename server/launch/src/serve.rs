@@ -324,6 +324,7 @@ async fn start(
         decoders: environment.decoders,
         stage_in_memory: environment.stage_in_memory,
         pfs_streams: usize::from(settings.pfs_streams),
+        recovery_rate: settings.recovery_rate,
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);

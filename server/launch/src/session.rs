@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
-use dayfly_meta::limits::PFS_STREAMS_DEFAULT;
+use dayfly_meta::limits::{PFS_STREAMS_DEFAULT, RECOVERY_RATE_DEFAULT};
 use dayfly_server::Key;
 use nix::fcntl::Flock;
 use tokio::sync::oneshot;
@@ -148,6 +148,7 @@ fn invitation(plan: &SessionPlan, session: SessionId, key: Zeroizing<[u8; 32]>, 
             stage_in_memory: options.stage_in_memory,
             stage_in_workers: options.stage_in_workers,
             pfs_streams: options.pfs_streams.unwrap_or(PFS_STREAMS_DEFAULT),
+            recovery_rate: options.recovery_rate.unwrap_or(RECOVERY_RATE_DEFAULT),
             prefix: plan.prefix.clone(),
             verify_reads: options.verify_reads,
             encrypt: options.encrypt,

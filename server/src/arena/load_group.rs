@@ -135,7 +135,7 @@ impl Drop for LoadGroup {
 
 impl Arena {
     fn make_resident(&self, dataset: &Dataset, load: &Load, slot: Slot) -> ResidentChunk {
-        let chunk = ResidentChunk::new(slot, self.inner.marks.clone(), dataset.is_mine(load.chunk.block));
+        let chunk = ResidentChunk::new(slot, self.inner.marks.clone(), dataset.is_holder(load.chunk.block));
         if load.is_block {
             chunk.publish(dataset, load.chunk.block, self.next_generation());
         }

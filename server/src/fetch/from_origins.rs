@@ -5,12 +5,15 @@ use std::sync::{Arc, PoisonError};
 use dayfly_meta::chunk::Chunk;
 use dayfly_transport::Slot;
 use futures_util::future::join_all;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
+use tokio::time::timeout;
 use tracing::Instrument;
 
 use super::error::{ReadError, read_error};
+use super::without_arena::Outcome;
 use super::{Caching, FetchError, FetchedChunks, Fetcher};
 use crate::arena::LoadGroup;
+use crate::origins::OriginFailure;
 
 impl Fetcher {
     /// Reads chunks from their origins. The reading goes on if the caller no longer waits for it.
@@ -41,10 +44,59 @@ impl Fetcher {
         let (chunks, dataset) = (group.chunks(), group.dataset().clone());
         let unread = |&chunk: &Chunk| Err(read_error(&dataset, chunk, ReadError::Nothing));
         let mut outcomes: Vec<Result<Slot, FetchError>> = chunks.iter().map(unread).collect();
-        let reading = self.origins.read(&dataset, &chunks, group.take_slots());
-        for (number, read) in join_all(reading).await.into_iter().flatten() {
-            outcomes[number] = read.map_err(|error| read_error(&dataset, chunks[number], error.into()));
+        let (mut numbers, mut slots, mut shared) = (Vec::new(), Vec::new(), Vec::new());
+        for (number, (slot, joined)) in group.take_slots().into_iter().zip(self.join_reads(&dataset, &chunks)).enumerate() {
+            match joined {
+                Some(read) => shared.push((number, slot, read)),
+                None => {
+                    numbers.push(number);
+                    slots.push(slot);
+                }
+            }
         }
+        let copying = join_all(shared.into_iter().map(|(number, slot, read)| self.copy_shared(number, slot, read)));
+        let wanted: Vec<Chunk> = numbers.iter().map(|&number| chunks[number]).collect();
+        let reading = join_all(self.origins.read(&dataset, &wanted, slots));
+        let (read, copied) = tokio::join!(reading, copying);
+        let mut finish = |number: usize, read: Result<Slot, OriginFailure>| {
+            outcomes[number] = read.map_err(|error| read_error(&dataset, chunks[number], error.into()));
+        };
+        read.into_iter().flatten().for_each(|(index, read)| finish(numbers[index], read));
+        // A read that ended without a result was given up. So this node reads these chunks itself.
+        let (mut numbers, mut slots) = (Vec::new(), Vec::new());
+        for (number, slot, outcome) in copied {
+            match outcome {
+                Some(Ok(())) => finish(number, Ok(slot)),
+                Some(Err(failure)) => finish(number, Err(failure)),
+                None => {
+                    numbers.push(number);
+                    slots.push(slot);
+                }
+            }
+        }
+        let wanted: Vec<Chunk> = numbers.iter().map(|&number| chunks[number]).collect();
+        let read = join_all(self.origins.read(&dataset, &wanted, slots)).await;
+        read.into_iter().flatten().for_each(|(index, read)| finish(numbers[index], read));
         self.finish(group, outcomes, caching)
+    }
+
+    /// Waits for a read whose bytes do not go into the arena, and copies them. The outcome is `None` if that read was given up.
+    async fn copy_shared(
+        &self,
+        number: usize,
+        mut slot: Slot,
+        mut read: watch::Receiver<Outcome>,
+    ) -> (usize, Slot, Option<Result<(), OriginFailure>>) {
+        let waiting = timeout(self.peers.deadlines().origin, read.wait_for(Option::is_some)).await;
+        let outcome = waiting.ok().and_then(Result::ok).and_then(|outcome| outcome.clone());
+        let outcome = match outcome {
+            Some(Ok(bytes)) if bytes.len() == slot.len() => {
+                slot.copy_from_slice(&bytes);
+                Some(Ok(()))
+            }
+            Some(Err(failure)) => Some(Err(failure)),
+            _ => None,
+        };
+        (number, slot, outcome)
     }
 }

@@ -1,4 +1,4 @@
-//! Reads from origins for peers while the arena has no room.
+//! Reads from origins whose bytes do not go into the arena: for peers while the arena has no room, and for recovery.
 //!
 //! Peers that want the same chunk share one read. The read goes on when the peers have got no answer in time, and its bytes wait
 //! until a peer asks again. So a parallel file system that takes longer than a request may take is read once, not once for each
@@ -20,7 +20,7 @@ use crate::store::Dataset;
 
 /// The outcome of a read that several peers share.
 pub(super) type SharedRead = Result<Arc<Vec<u8>>, OriginFailure>;
-type Outcome = Option<SharedRead>;
+pub(super) type Outcome = Option<SharedRead>;
 type Key = (DatasetId, Chunk);
 
 /// The reads under way, and those whose bytes no peer has got yet.
@@ -37,8 +37,16 @@ impl Default for ReadsWithoutArena {
 }
 
 impl ReadsWithoutArena {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, watch::Receiver<Outcome>>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<Key, watch::Receiver<Outcome>>> {
         self.reads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl ReadsWithoutArena {
+    /// Takes reads from the table. Nobody joins them from now on.
+    pub(super) fn remove(&self, dataset: DatasetId, chunks: &[Chunk]) {
+        let mut reads = self.lock();
+        chunks.iter().for_each(|&chunk| drop(reads.remove(&(dataset, chunk))));
     }
 }
 
@@ -73,7 +81,7 @@ impl Fetcher {
     }
 
     /// Joins the reads of those chunks that are under way or done.
-    fn join_reads(&self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Option<watch::Receiver<Outcome>>> {
+    pub(super) fn join_reads(&self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Option<watch::Receiver<Outcome>>> {
         let reads = self.without_arena.lock();
         chunks.iter().map(|&chunk| reads.get(&(dataset.id(), chunk)).cloned()).collect()
     }
@@ -129,8 +137,7 @@ impl Fetcher {
         }
         if !unclaimed.is_empty() {
             sleep(self.peers.deadlines().request).await;
-            let mut reads = self.without_arena.lock();
-            unclaimed.iter().for_each(|&chunk| drop(reads.remove(&(dataset.id(), chunk))));
+            self.without_arena.remove(dataset.id(), &unclaimed);
         }
     }
 }

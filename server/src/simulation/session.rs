@@ -219,6 +219,7 @@ impl Session<'_> {
                 workers: 1 + random.below(3) as usize,
                 decoders: 1,
                 pfs_streams: self.pfs_streams,
+                recovery_rate: 256 << 20,
                 stage_in_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };

@@ -2,6 +2,7 @@
 //! Hashes give the ranks, so the choice is the same in every epoch. If a dataset does not fit entirely, its blocks do not evict
 //! each other again and again, as they would with an LRU. Blocks that this node owns but did not store for lack of room come
 //! before the blocks of other nodes, because each read of theirs is a read of the parallel file system.
+//! So do blocks that this node holds in place of lost owners.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
@@ -53,6 +54,8 @@ pub(super) struct Writing {
     group: u64,
     /// Whether there may be withdrawn blocks whose room has not been freed yet.
     has_withdrawn: bool,
+    /// Whether ranks have changed since blocks were last withdrawn.
+    have_ranks_changed: bool,
 }
 
 struct Partial {
@@ -93,6 +96,15 @@ impl CachedBlocks {
         self.is_paused.store(is_paused, Ordering::Relaxed);
     }
 
+    /// Records that ranks have changed, so that blocks that are cached may have ranks above the threshold.
+    pub(super) fn set_ranks_changed(&self) {
+        self.lock().have_ranks_changed = true;
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.is_paused.load(Ordering::Relaxed)
+    }
+
     fn add(&self, len: u64) {
         self.blocks.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(len, Ordering::Relaxed);
@@ -108,7 +120,8 @@ impl CachedBlocks {
     }
 }
 
-/// The shares of blocks that a node caches: of those that it owns but did not store, and of all others. [`ALL`] is all of them.
+/// The shares of blocks that a node caches: of those that it holds, as their owner or in place of a lost one, but
+/// did not store; and of all others. [`ALL`] is all of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CacheShares {
     unstored: u64,
@@ -148,25 +161,27 @@ impl Dataset {
 
     /// Returns whether a block that arrived from its owner is to be cached.
     pub(crate) fn should_cache(&self, block: BlockId) -> bool {
+        !self.cached_blocks().is_paused() && self.is_selected(block) && !self.is_local(block)
+    }
+
+    /// Returns whether there is room to cache a block, according to the last plan.
+    pub(crate) fn is_selected(&self, block: BlockId) -> bool {
         let threshold = self.cached_blocks().threshold();
-        threshold > 0
-            && !self.cached_blocks().is_paused.load(Ordering::Relaxed)
-            && self.rank(block) < threshold
-            && !self.is_local(block)
+        threshold > 0 && self.rank(block) < threshold
     }
 
     /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
     fn rank(&self, block: BlockId) -> u64 {
         let (hash, unstored) = (hash(block, self.catalog().header().seed), self.unstored_share());
-        match self.is_mine(block) {
+        match self.is_holder(block) {
             true => part_of(unstored, hash),
             false => unstored + part_of(ALL - unstored, hash),
         }
     }
 
-    /// Returns the share of the blocks to cache that this node owns but did not store.
+    /// Returns the share of the blocks to cache that this node holds but did not store.
     fn unstored_share(&self) -> u64 {
-        let share = u128::from(self.owned().unstored_bytes) * u128::from(ALL);
+        let share = u128::from(self.unstored_bytes()) * u128::from(ALL);
         share.checked_div(self.remote_bytes().into()).map_or(0, |share| share.min(ALL.into()) as u64)
     }
 
@@ -293,14 +308,17 @@ impl Dataset {
         result
     }
 
-    /// Lowers the threshold to `threshold`, so that only blocks whose rank is below it stay cached, and withdraws the others. A
-    /// process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
+    /// Lowers the threshold to `threshold`, so that only blocks whose rank is below it stay cached, and withdraws the others. If
+    /// `threshold` is higher than before, only blocks whose rank has changed are withdrawn. A process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
     /// does not notice, so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
         let mut writing = self.cached_blocks().lock();
-        if threshold >= self.cached_blocks().threshold() {
+        let before = self.cached_blocks().threshold();
+        let have_ranks_changed = std::mem::take(&mut writing.have_ranks_changed);
+        if threshold >= before && !have_ranks_changed {
             return;
         }
+        let threshold = threshold.min(before);
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         writing.has_withdrawn = true;
         let stays = |block: BlockId| self.rank(block) < threshold;

@@ -4,7 +4,7 @@ use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 
 use dayfly_meta::catalog::{Catalog, CatalogError, NOT_STORED, NOT_STORED_MIN, block_len};
 use dayfly_meta::chunk::Chunk;
@@ -19,6 +19,7 @@ use super::cached_blocks::CachedBlocks;
 use super::drive::{Drive, Reservation, read_only};
 use super::segment::Segments;
 use super::shared_file;
+use super::taken_over::TakenOver;
 
 /// Dead blocks (blocks that the catalog does not contain) are freed only if they take more than this many bytes. Otherwise,
 /// looking for them costs more than their room is worth.
@@ -71,6 +72,7 @@ pub(crate) struct Dataset {
     me: NodeId,
     owned: Owned,
     cached_blocks: CachedBlocks,
+    taken_over: RwLock<Arc<TakenOver>>,
     /// The placement of the stage-in. Nobody needs it until a node is lost.
     placement: OnceLock<Placement>,
     /// Set before the blocks' room is freed. Pieces that are being sent to peers share this flag.
@@ -144,6 +146,7 @@ impl NewDataset<'_> {
             me,
             owned,
             cached_blocks,
+            taken_over: RwLock::default(),
             placement: OnceLock::new(),
             gone,
             _room: room,
@@ -172,6 +175,20 @@ impl Dataset {
 
     pub(crate) fn owned(&self) -> Owned {
         self.owned
+    }
+
+    /// Returns the node that this part of the dataset is on.
+    pub(super) fn me(&self) -> NodeId {
+        self.me
+    }
+
+    /// Returns what this node holds in place of lost owners.
+    pub(super) fn taken_over(&self) -> Arc<TakenOver> {
+        self.taken_over.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn taken_over_slot(&self) -> RwLockWriteGuard<'_, Arc<TakenOver>> {
+        self.taken_over.write().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether this node owns a block, whether the block is stored or not.

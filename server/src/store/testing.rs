@@ -12,9 +12,19 @@ use dayfly_meta::limits::CHUNK_LEN;
 
 use super::{Dataset, Drive, NewDataset, Segments};
 
-/// Prepares a dataset, on node 0 of two, whose samples have these contents and one block each. In their source `/a.tar`, they lie
-/// one after another. `block` says where each block is.
+/// Like [`dataset_of`], with two nodes.
 pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl Fn(u32) -> StoredBlock) -> Dataset {
+    dataset_of(2, drives, contents, block)
+}
+
+/// Prepares a dataset, on node 0 of `nodes`, whose samples have these contents and one block each. In their source `/a.tar`, they lie
+/// one after another. `block` says where each block is.
+pub(crate) fn dataset_of(
+    nodes: usize,
+    drives: &[Arc<Drive>],
+    contents: &[Vec<u8>],
+    block: impl Fn(u32) -> StoredBlock,
+) -> Dataset {
     let source = Source {
         path: b"/a.tar".to_vec(),
         prefix: Vec::new(),
@@ -23,7 +33,7 @@ pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl F
         version: Version { size: 1 << 40, ..Version::default() },
         inode: 0,
     };
-    let about = About { capacities: vec![1; 2], ..About::default() };
+    let about = About { capacities: vec![1; nodes], ..About::default() };
     let mut builder = CatalogBuilder::new(&tempfile::tempfile, about, &[source]).unwrap();
     let mut offset = 512;
     for (number, bytes) in (0..).zip(contents) {
@@ -50,5 +60,5 @@ pub(crate) fn dataset(drives: &[Arc<Drive>], contents: &[Vec<u8>], block: impl F
         segments: Arc::new(Segments::create(drives, DatasetId(1)).unwrap()),
         stored_bytes: 0,
     };
-    new.prepare(NodeId(0), 2, Some(&|_| None)).unwrap()
+    new.prepare(NodeId(0), nodes, Some(&|_| None)).unwrap()
 }

@@ -67,6 +67,10 @@ pub(crate) struct SessionArguments {
     /// samples that are not stored. [default: 16]
     #[arg(long, value_name = "N", value_parser = number::<u16>(1..=u64::from(PFS_STREAMS_MAX)))]
     pub(crate) pfs_streams: Option<u16>,
+    /// Bytes per second that each server reads to recover the blocks of a lost node in the
+    /// background; 0 to read them only when they are needed. [default: 256MiB]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) recovery_rate: Option<u64>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(1..=86400))]
     pub(crate) stage_in_timeout: Option<u64>,
@@ -126,6 +130,7 @@ impl SessionArguments {
             stage_in_memory: self.stage_in_memory,
             stage_in_workers: self.stage_in_workers,
             pfs_streams: self.pfs_streams,
+            recovery_rate: self.recovery_rate,
             stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
             lost_after: self.lost_after.map(Duration::from_secs),
             prefix: self.prefix.as_bytes().to_vec(),

@@ -9,7 +9,7 @@ use dayfly_meta::metrics::SOURCE_NAMES;
 use dayfly_meta::path::{display, join};
 use dayfly_meta::text::without_os_numbers;
 use dayfly_meta::wire::status::{
-    Network, NodeEntry, NodeStatus, OriginStatus, Reads, SOURCES, Source, Status as SessionStatus, total,
+    Network, NodeEntry, NodeStatus, OriginStatus, Reads, RecoveryStatus, SOURCES, Source, Status as SessionStatus, total,
 };
 use serde_json::{Value, json};
 
@@ -140,6 +140,12 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         );
     }
     for NodeEntry { node, status, .. } in &status.nodes {
+        let Ok(NodeStatus { recovery, .. }) = status else { continue };
+        if recovery.wanted.count > 0 {
+            print_line!("node {node} {}", recovery_line(recovery));
+        }
+    }
+    for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
         print_line!(
             "node {node} reaches its peers by {}: {}",
@@ -162,6 +168,22 @@ fn show_tables(session: &Session, status: &SessionStatus) {
             show(dataset.catalog_bytes)
         );
     }
+}
+
+/// Says how far a node has come with the blocks of lost nodes.
+fn recovery_line(recovery: &RecoveryStatus) -> String {
+    let RecoveryStatus { wanted, recovered, failed } = recovery;
+    let failures = match failed.count {
+        0 => String::new(),
+        count => format!("; {} could not be read, and will be tried again", units::counted(count, "block")),
+    };
+    format!(
+        "has recovered {} of {} of lost nodes, {} of {}{failures}",
+        recovered.count,
+        units::counted(wanted.count, "block"),
+        show(recovered.bytes),
+        show(wanted.bytes)
+    )
 }
 
 fn kind(network: &Network) -> &'static str {
@@ -219,6 +241,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 })).collect::<Vec<_>>(),
             });
             value["origins"] = origins(status);
+            value["recovery"] = recovery_as_json(&status.recovery);
             value
         }
     };
@@ -252,7 +275,28 @@ fn origins(status: &NodeStatus) -> Value {
     })
 }
 
+fn recovery_as_json(recovery: &RecoveryStatus) -> Value {
+    let one = |reads: &Reads| json!({ "blocks": reads.count, "bytes": reads.bytes });
+    let RecoveryStatus { wanted, recovered, failed } = recovery;
+    json!({ "wanted": one(wanted), "recovered": one(recovered), "failed": one(failed) })
+}
+
 fn by_source(reads: &[Reads; SOURCES]) -> Value {
     let one = |(name, reads): (&&str, &Reads)| ((*name).to_owned(), json!({ "count": reads.count, "bytes": reads.bytes }));
     Value::Object(SOURCE_NAMES.iter().zip(reads).map(one).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_about_recovery_says_how_much_is_done_and_what_failed() {
+        let reads = |count| Reads { count, bytes: count << 20 };
+        let recovery = RecoveryStatus { wanted: reads(10), recovered: reads(7), failed: reads(0) };
+        assert_eq!(recovery_line(&recovery), "has recovered 7 of 10 blocks of lost nodes, 7.0MiB of 10.0MiB");
+        let line = recovery_line(&RecoveryStatus { failed: reads(1), ..recovery });
+        assert!(line.ends_with("; 1 block could not be read, and will be tried again"), "{line}");
+        assert_eq!(recovery_as_json(&recovery)["recovered"], json!({ "blocks": 7, "bytes": 7 << 20 }));
+    }
 }

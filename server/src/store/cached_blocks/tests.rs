@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use dayfly_meta::catalog::{NOT_STORED, StoredBlock};
 use dayfly_meta::id::NodeId;
+use dayfly_meta::placement::NodeSet;
 
 use super::*;
 use crate::store::Drive;
-use crate::store::testing::dataset;
+use crate::store::testing::{dataset, dataset_of};
 use crate::store::write_back::WriteBack;
 use crate::store::write_back::failing::Failing;
 
@@ -218,4 +219,55 @@ fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
     // Another dataset's blocks come before blocks of other nodes, too.
     let others = CacheShares::that_fit(100_000, 200_000, 300_000);
     assert!(dataset.cache_threshold(others) < ALL / 4);
+}
+
+/// SEMANTICS: "If there is not room for everything, a node caches the blocks that it holds in place of a lost node before those of
+/// live nodes. When the lost node returns, they are ordinary cached blocks again."
+#[test]
+fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_returns() {
+    let folder = tempfile::tempdir().unwrap();
+    let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
+    let contents: Vec<Vec<u8>> = (0..600).map(|number| content(BlockId(number), 1000)).collect();
+    let owner = |block: u32| NodeId(1 + (block % 3) as u16);
+    let dataset = dataset_of(4, &drives, &contents, |arrival| StoredBlock { owner: owner(arrival), arrival });
+    let lost: NodeSet = [NodeId(1)].into_iter().collect();
+    let taken: Vec<u32> = (0..600).filter(|&block| dataset.takes_over(BlockId(block), &lost)).collect();
+    assert!(taken.iter().all(|&block| owner(block) == NodeId(1)) && (40..95).contains(&taken.len()), "{}", taken.len());
+    let plan = |lost: &NodeSet, room: u64| {
+        dataset.set_lost(lost);
+        let unstored = dataset.unstored_bytes();
+        let threshold = dataset.cache_threshold(CacheShares::that_fit(room, unstored, dataset.remote_bytes() - unstored));
+        dataset.lower_cache_threshold(threshold);
+        dataset.raise_cache_threshold(threshold).unwrap();
+        (0..600).filter(|&block| dataset.rank(BlockId(block)) < threshold).collect::<Vec<u32>>()
+    };
+    let cache = |blocks: &[u32]| {
+        let bytes: Vec<(BlockId, Vec<u8>)> =
+            blocks.iter().map(|&block| (BlockId(block), content(BlockId(block), 1000))).collect();
+        let chunks: Vec<(Chunk, &[u8])> =
+            bytes.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
+        dataset.write_cached(&chunks).unwrap();
+        dataset.sync_cached(&mut |_, _| {}).unwrap();
+    };
+    let found = || (0..600).filter(|&block| dataset.is_local(BlockId(block))).collect::<Vec<u32>>();
+    let ordinary = plan(&NodeSet::new(), 150_000);
+    cache(&ordinary);
+    assert_eq!(found(), ordinary);
+
+    // The blocks of the lost node take the place of others.
+    let with_taken = plan(&lost, 150_000);
+    assert_eq!(dataset.unstored_bytes(), 1000 * taken.len() as u64);
+    assert!(taken.iter().all(|block| with_taken.contains(block)) && with_taken.len() > taken.len() + 20);
+    assert!(found().iter().all(|block| with_taken.contains(block)) && found().len() < ordinary.len());
+    cache(&with_taken);
+    assert_eq!(found(), with_taken);
+
+    // With less room, only a part of them is cached, and nothing else.
+    let few = plan(&lost, 30_000);
+    assert!(few.iter().all(|block| taken.contains(block)) && (15..50).contains(&few.len()), "{}", few.len());
+    assert_eq!(found(), few);
+
+    assert_eq!(plan(&NodeSet::new(), 150_000), ordinary, "the owner is back");
+    assert_eq!(dataset.unstored_bytes(), 0);
+    assert!(found().iter().all(|block| ordinary.contains(block)));
 }

@@ -1,0 +1,200 @@
+//! Reads blocks that this node holds in place of a lost owner, in the background, and stores them on its drives.
+//!
+//! The bytes do not pass through the arena, where they would displace what readers want. But readers that want a chunk while it is
+//! being recovered share its read, and recovery takes chunks that readers have brought or are bringing from the arena. So a chunk
+//! is read from its origin once.
+
+use std::collections::HashSet;
+use std::collections::hash_map::Entry;
+use std::io;
+use std::sync::Arc;
+
+use dayfly_meta::checksum::check;
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::BlockId;
+use dayfly_meta::limits::{RECOVERY_WRITE_LEN, RECOVERY_YIELD, RECOVERY_YIELD_MAX};
+use futures_util::stream::{self, StreamExt};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::Fetcher;
+use super::without_arena::{Outcome, SharedRead};
+use crate::arena::{Claimed, Lease, PendingLoad, Wanted};
+use crate::cache_writer::sync_copies;
+use crate::store::Dataset;
+
+/// What became of blocks.
+#[derive(Debug, Default)]
+pub(crate) struct Recovered {
+    pub(crate) recovered: Vec<BlockId>,
+    /// Blocks that could not be read.
+    pub(crate) failed: Vec<BlockId>,
+    /// Whether blocks were read that no drive had room for, or that no drive could write.
+    pub(crate) is_full: bool,
+}
+
+/// Where the chunks of a batch come from.
+#[derive(Default)]
+struct Begun {
+    /// Chunks in the arena.
+    leased: Vec<(Chunk, Lease)>,
+    /// Chunks that a reader is loading into the arena.
+    pending: Vec<(Chunk, PendingLoad)>,
+    /// Chunks that are being read for a peer.
+    joined: Vec<(Chunk, watch::Receiver<Outcome>)>,
+    /// Chunks for recovery to read.
+    new: Vec<(Chunk, watch::Sender<Outcome>)>,
+}
+
+/// The reads of a batch that others may join. Dropping it takes them from the table.
+struct Registered<'a> {
+    fetcher: &'a Fetcher,
+    dataset: &'a Dataset,
+    chunks: Vec<Chunk>,
+}
+
+impl Drop for Registered<'_> {
+    fn drop(&mut self) {
+        self.fetcher.without_arena.remove(self.dataset.id(), &self.chunks);
+    }
+}
+
+impl Fetcher {
+    /// Waits a moment while readers use all streams to the parallel file system.
+    pub(crate) async fn let_readers_go_first(&self) {
+        let start = Instant::now();
+        while self.origins.is_busy() && start.elapsed() < RECOVERY_YIELD_MAX {
+            sleep(RECOVERY_YIELD).await;
+        }
+    }
+
+    /// Reads blocks from their origins, unless readers have brought them, and stores them on this node's drives. The caller bounds
+    /// their bytes.
+    pub(crate) async fn recover(self: &Arc<Self>, dataset: &Arc<Dataset>, blocks: &[BlockId]) -> Recovered {
+        let len = |block: BlockId| dataset.catalog().block(block).map_or(0, |(_, len)| len);
+        let chunks: Vec<Chunk> = blocks.iter().flat_map(|&block| Chunk::all(block, len(block))).collect();
+        let begun = self.begin_recovery(dataset, &chunks);
+        let registered = Registered { fetcher: self, dataset, chunks: begun.new.iter().map(|(chunk, _)| *chunk).collect() };
+        let read = self.read_to_recover(dataset, begun).await;
+        self.store_recovered(dataset, read.clone()).await;
+        // From here on, readers find the blocks on the drives.
+        drop(registered);
+        let mut outcome = Recovered::default();
+        let read: HashSet<Chunk> = read.into_iter().map(|(chunk, _)| chunk).collect();
+        for &block in blocks {
+            if dataset.is_local(block) {
+                outcome.recovered.push(block);
+            } else if Chunk::all(block, len(block)).all(|chunk| read.contains(&chunk)) {
+                outcome.is_full = true;
+            } else {
+                outcome.failed.push(block);
+            }
+        }
+        outcome
+    }
+
+    /// Finds the chunks that readers have brought or are bringing, and announces that recovery reads the others.
+    ///
+    /// The table of reads is locked during both, and a reader looks into that table after it has claimed a chunk in the arena. So
+    /// no chunk is read by both, and neither waits for the other in a circle.
+    fn begin_recovery(&self, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Begun {
+        let mut begun = Begun::default();
+        let mut reads = self.without_arena.lock();
+        let wanted = (0..).zip(chunks).filter_map(|(index, &chunk)| Some(Wanted { index, chunk, info: dataset.chunk(chunk)? }));
+        // Nothing is loaded into the arena here, so there are no loads among the claims.
+        let Claimed { leased, pending, .. } = self.arena.claim(dataset, wanted, u64::MAX, false);
+        let mut is_found = vec![false; chunks.len()];
+        for (index, lease) in leased {
+            is_found[index as usize] = true;
+            begun.leased.push((chunks[index as usize], lease));
+        }
+        for (index, chunk, load) in pending {
+            is_found[index as usize] = true;
+            begun.pending.push((chunk, load));
+        }
+        for (&chunk, _) in chunks.iter().zip(&is_found).filter(|(_, is_found)| !**is_found) {
+            match reads.entry((dataset.id(), chunk)) {
+                Entry::Occupied(read) => begun.joined.push((chunk, read.get().clone())),
+                Entry::Vacant(vacant) => {
+                    let (sender, receiver) = watch::channel(None);
+                    vacant.insert(receiver);
+                    begun.new.push((chunk, sender));
+                }
+            }
+        }
+        begun
+    }
+
+    /// Returns the chunks that could be read.
+    async fn read_to_recover(&self, dataset: &Arc<Dataset>, begun: Begun) -> Vec<(Chunk, Arc<Vec<u8>>)> {
+        let Begun { leased, pending, joined, new } = begun;
+        let copy = |(chunk, lease): (Chunk, Lease)| (chunk, Arc::new(lease.bytes().to_vec()));
+        let mut read: Vec<(Chunk, Arc<Vec<u8>>)> = leased.into_iter().map(copy).collect();
+        let chunks: Vec<Chunk> = new.iter().map(|(chunk, _)| *chunk).collect();
+        let buffers = chunks.iter().map(|&chunk| vec![0; dataset.chunk(chunk).map_or(0, |info| info.len as usize)]).collect();
+        let reading = stream::iter(self.origins.read(dataset, &chunks, buffers));
+        let mut reading = reading.buffer_unordered(self.origins.background_streams());
+        while let Some(part) = reading.next().await {
+            for (number, result) in part {
+                let (chunk, sender) = &new[number];
+                let result: SharedRead = result.map(Arc::new);
+                read.extend(result.iter().map(|bytes| (*chunk, bytes.clone())));
+                sender.send_replace(Some(result));
+            }
+        }
+        let limit = self.peers.deadlines().origin;
+        for (chunk, mut receiver) in joined {
+            if let Ok(Ok(outcome)) = timeout(limit, receiver.wait_for(Option::is_some)).await
+                && let Some(Ok(bytes)) = &*outcome
+            {
+                read.push((chunk, bytes.clone()));
+            }
+        }
+        for (chunk, load) in pending {
+            // This wait is bounded by the deadlines of the request that loads the chunk. Perhaps the chunk does not stay in the
+            // arena; then the reader's copy may have been cached, or a later scan finds the block again.
+            let _ = load.await;
+            read.extend(self.arena.find(&(dataset.id(), chunk)).map(|lease| copy((chunk, lease))));
+        }
+        read
+    }
+
+    /// Writes verified chunks to the drives and waits until they are there.
+    async fn store_recovered(&self, dataset: &Arc<Dataset>, read: Vec<(Chunk, Arc<Vec<u8>>)>) {
+        let (target, arena) = (dataset.clone(), self.arena.clone());
+        let storing = self.blocking.run(move || {
+            let expected = |chunk: Chunk| target.catalog().chunk_checksum(chunk);
+            let is_good = |chunk: Chunk, bytes: &[u8]| expected(chunk).is_some_and(|expected| check(bytes, expected).is_ok());
+            let good =
+                read.iter().map(|(chunk, bytes)| (*chunk, bytes.as_slice())).filter(|(chunk, bytes)| is_good(*chunk, bytes));
+            let (mut batch, mut batch_len) = (Vec::new(), 0);
+            for (chunk, bytes) in good {
+                if batch_len + bytes.len() > RECOVERY_WRITE_LEN && !batch.is_empty() {
+                    write(&target, &std::mem::take(&mut batch))?;
+                    batch_len = 0;
+                }
+                batch_len += bytes.len();
+                batch.push((chunk, bytes));
+            }
+            write(&target, &batch)?;
+            sync_copies(&target, &arena)
+        });
+        match storing.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => tracing::warn!(dataset = dataset.id().0, %error, "cannot store recovered blocks"),
+            Err(error) => tracing::warn!(dataset = dataset.id().0, %error, "cannot store recovered blocks"),
+        }
+    }
+}
+
+/// Writes chunks to the drives, as many as there is room for.
+fn write(dataset: &Dataset, chunks: &[(Chunk, &[u8])]) -> io::Result<()> {
+    let is_any_written = dataset.write_cached(chunks)? > 0;
+    if !is_any_written && chunks.len() > 1 {
+        // There is no room for all of them together. Some may fit.
+        for chunk in chunks {
+            dataset.write_cached(std::slice::from_ref(chunk))?;
+        }
+    }
+    Ok(())
+}

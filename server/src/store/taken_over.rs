@@ -1,0 +1,73 @@
+//! Which blocks this node holds in place of owners that are lost: those of which it is the first candidate that is not lost.
+//!
+//! Such a block ranks among the blocks that this node owns but did not store, so it is cached before the blocks of live owners.
+//! When its owner returns, it ranks as an ordinary cached block again.
+
+use std::sync::Arc;
+
+use dayfly_meta::catalog::block_len;
+use dayfly_meta::id::{BlockId, SampleId};
+use dayfly_meta::limits::TAKEN_OVER_SAMPLES_MAX;
+use dayfly_meta::placement::NodeSet;
+use dayfly_stagein::origin::is_readable;
+
+use super::Dataset;
+
+/// The part of a dataset that a node holds in place of lost owners.
+#[derive(Default)]
+pub(super) struct TakenOver {
+    /// The lost members of the session.
+    lost: NodeSet,
+    /// Bytes of the blocks that this node holds in their place.
+    bytes: u64,
+}
+
+impl Dataset {
+    /// Takes the lost members of the session. Ranks change with them, so [`Self::lower_cache_threshold`] must follow. Looks at the
+    /// whole catalog if the members have changed.
+    pub(crate) fn set_lost(&self, lost: &NodeSet) {
+        if self.taken_over().lost == *lost {
+            return;
+        }
+        let bytes = self.bytes_to_take_over(lost);
+        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, bytes });
+        self.cached_blocks().set_ranks_changed();
+    }
+
+    /// Returns whether this node owns a block or takes the place of the block's owner, which is lost. Its copy on this node, if
+    /// there is one, is the one that other nodes ask for.
+    pub(crate) fn is_holder(&self, block: BlockId) -> bool {
+        self.is_mine(block) || self.takes_over(block, &self.taken_over().lost)
+    }
+
+    /// Returns the bytes of the blocks that this node holds, because it owns them or takes the place of their owners, but that the
+    /// stage-in did not store on this node.
+    pub(crate) fn unstored_bytes(&self) -> u64 {
+        self.owned().unstored_bytes + self.taken_over().bytes
+    }
+
+    /// Returns whether a block's owner is among the lost nodes, and this node takes its place.
+    pub(crate) fn takes_over(&self, block: BlockId, lost: &NodeSet) -> bool {
+        self.catalog().owner(block).is_some_and(|owner| lost.contains(owner)) && self.candidate(block, lost) == Some(self.me())
+    }
+
+    /// Returns the bytes of the blocks that this node holds in place of lost owners. In a large dataset it looks at a part of the
+    /// samples only: the result decides how room is divided, and this is never exact.
+    fn bytes_to_take_over(&self, lost: &NodeSet) -> u64 {
+        if lost.is_empty() {
+            return 0;
+        }
+        let samples = self.catalog().header().samples;
+        let step = samples.div_ceil(TAKEN_OVER_SAMPLES_MAX).max(1);
+        let mut bytes = 0;
+        for sample in (0..samples).step_by(step as usize).map(SampleId) {
+            let Some((size, blocks)) = self.catalog().sample(sample) else { continue };
+            for (part, block) in (0..).zip(blocks.map(BlockId)) {
+                if self.takes_over(block, lost) && is_readable(self.catalog(), sample) {
+                    bytes += block_len(size, part);
+                }
+            }
+        }
+        bytes.saturating_mul(step.into()).min(self.remote_bytes().saturating_sub(self.owned().unstored_bytes))
+    }
+}
