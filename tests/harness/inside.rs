@@ -129,8 +129,11 @@ impl Inside {
         let address = self.servers[usize::from(node)].address();
         // Only a member that returns has a new incarnation.
         let member = RosterMember { address, incarnation: self.epoch - u32::from(is_lost), is_lost };
-        let change = RosterChange { epoch: self.epoch, members: vec![(node, member)] };
-        self.servers.iter().for_each(|server| server.change_roster(&change));
+        let coordinator = u16::from(node == 0 && is_lost);
+        let change = RosterChange { epoch: self.epoch, coordinator, members: vec![(node, member)] };
+        for server in &self.servers {
+            server.change_roster(&change);
+        }
     }
 
     pub(crate) fn view(&self, node: u16) -> View {
