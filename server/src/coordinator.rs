@@ -108,8 +108,9 @@ impl Coordinator {
         }
     }
 
-    /// Starts a stage-in. Returns the number of the subscription to its events. `id` is the number of the user's request.
-    pub(crate) fn start(self: &Arc<Self>, id: u64, request: StageInRequest) -> Result<u64, SubscriptionError> {
+    /// Starts a stage-in that a user of the node `from` asks for. Returns the number of the subscription to its events. `id` is the
+    /// number of the user's request.
+    pub(crate) fn start(self: &Arc<Self>, from: NodeId, id: u64, request: StageInRequest) -> Result<u64, SubscriptionError> {
         if !self.term.is_ready() {
             return Err(SubscriptionError::NotCoordinator);
         }
@@ -118,7 +119,7 @@ impl Coordinator {
         let coordinator = self.clone();
         // The stage-in runs on a task of its own, because it must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
-            tokio::join!(run::run(&coordinator, id, request, sender), coordinator.subscriptions.expire(number));
+            tokio::join!(run::run(&coordinator, (from, id), request, sender), coordinator.subscriptions.expire(number));
         });
         Ok(number)
     }

@@ -6,7 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::STAGE_IN_RESTARTS_MAX;
-use dayfly_meta::wire::control::{Event, StageInRequest};
+use dayfly_meta::wire::control::{Event, Phase, Progress, StageInRequest};
 use dayfly_meta::wire::peer::{AdministrationRequest, CoordinatorReply, CoordinatorRequest, RejectionKind};
 use dayfly_transport::TransportError;
 use futures_util::future::join_all;
@@ -59,15 +59,21 @@ async fn all_present(peers: &Peers, events: &mpsc::Sender<Event>) -> bool {
         if join_all(asking).await.iter().all(Result::is_ok) {
             return true;
         }
+        show_waiting(events);
         sleep(deadlines.progress_interval).await;
     }
     false
 }
 
+/// Shows the client that its stage-in waits. A client that hears nothing gives up.
+fn show_waiting(events: &mpsc::Sender<Event>) {
+    let _ = events.try_send(Event::Progress(Progress { phase: Phase::Waiting, ..Progress::default() }));
+}
+
 /// Runs a stage-in once. Returns the last event, or `None` if the client is gone.
 async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mpsc::Sender<Event>) -> Option<Event> {
     let timeout = peers.deadlines().request;
-    let (coordinator, subscription) = match start(peers, id, request).await {
+    let (coordinator, subscription) = match start(peers, id, request, events).await {
         (coordinator, Ok(CoordinatorReply::Started { subscription })) => (coordinator, subscription),
         (coordinator, other) => return Some(failure(coordinator, other)),
     };
@@ -85,7 +91,12 @@ async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mps
 }
 
 /// Asks the coordinator to begin. A new coordinator is not ready at once.
-async fn start(peers: &Peers, id: u64, request: &StageInRequest) -> (NodeId, Result<CoordinatorReply, PeerError>) {
+async fn start(
+    peers: &Peers,
+    id: u64,
+    request: &StageInRequest,
+    events: &mpsc::Sender<Event>,
+) -> (NodeId, Result<CoordinatorReply, PeerError>) {
     let (start, deadlines) = (Instant::now(), *peers.deadlines());
     loop {
         let coordinator = peers.roster().coordinator();
@@ -96,6 +107,7 @@ async fn start(peers: &Peers, id: u64, request: &StageInRequest) -> (NodeId, Res
         if !is_unready || start.elapsed() > deadlines.lost_after {
             return (coordinator, answer);
         }
+        show_waiting(events);
         sleep(deadlines.progress_interval).await;
     }
 }

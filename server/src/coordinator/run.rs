@@ -45,10 +45,15 @@ impl Drop for CancelOnDrop {
 
 /// Runs a stage-in and sends its events. The last event says how it ended. If the receiver goes away before the dataset is
 /// committed, the stage-in is canceled.
-pub(super) async fn run(coordinator: &Arc<Coordinator>, id: u64, request: StageInRequest, events: mpsc::Sender<Event>) {
+pub(super) async fn run(
+    coordinator: &Arc<Coordinator>,
+    (from, id): (NodeId, u64),
+    request: StageInRequest,
+    events: mpsc::Sender<Event>,
+) {
     let (node, target) = (coordinator.context.node, display(&request.target));
     let span = tracing::info_span!("coordinate", %node, target, stage_in = tracing::field::Empty);
-    let running = catch_panic(node, run_to_end(coordinator, id, request, &events)).instrument(span.clone());
+    let running = catch_panic(node, run_to_end(coordinator, (from, id), request, &events)).instrument(span.clone());
     let event = match Box::pin(running).await {
         Ok(summary) => {
             span.in_scope(|| tracing::info!(samples = summary.samples, bytes = summary.bytes, "staged in"));
@@ -70,7 +75,7 @@ async fn catch_panic<T>(node: NodeId, work: impl Future<Output = Result<T, Coord
 
 async fn run_to_end(
     coordinator: &Arc<Coordinator>,
-    id: u64,
+    (from, id): (NodeId, u64),
     request: StageInRequest,
     events: &mpsc::Sender<Event>,
 ) -> Result<Summary, CoordinatorError> {
@@ -155,13 +160,21 @@ async fn run_to_end(
             failure = stage_in.failed() => Err(CoordinatorError::Shared(failure)),
             () = events.closed() => Err(CoordinatorError::Cancelled),
             prepared = Box::pin(publication.prepare()) => prepared,
-            never = watch_progress(context, &stage_in, events) => never,
+            never = watch_progress(context, from, &stage_in, events) => never,
         }
     };
     let prepared = catch_panic(context.node, preparing).await;
     // From here on the stage-in cannot be canceled: either all nodes show the dataset, or the stage-in is undone.
     let published = match prepared {
-        Ok(merged) => catch_panic(context.node, publication.commit()).await.map(|()| merged),
+        Ok(merged) => {
+            let committing = async {
+                tokio::select! {
+                    committed = publication.commit() => committed,
+                    never = report_phase(context, events, Phase::Publishing) => never,
+                }
+            };
+            catch_panic(context.node, committing).await.map(|()| merged)
+        }
         Err(error) => Err(error),
     };
     let result = match published {
@@ -316,6 +329,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) ->
 /// Sends progress events until the future is dropped. Returns an error once the stage-in stalls or a node is lost.
 async fn watch_progress<T>(
     context: &CoordinatorContext,
+    from: NodeId,
     stage_in: &CoordinatedStageIn,
     events: &mpsc::Sender<Event>,
 ) -> Result<T, CoordinatorError> {
@@ -328,6 +342,10 @@ async fn watch_progress<T>(
             return Err(detector.error(stage_in.waits_for()));
         }
         let roster = context.peers.roster();
+        if !roster.is_live(from) {
+            // Nobody is left who waits for it.
+            return Err(CoordinatorError::Cancelled);
+        }
         for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
             // Once the catalog is there, its dataset can do without the node.
             if !is_publishing && !stage_in.go_on_without(node) {

@@ -68,7 +68,7 @@ pub(super) enum Outcome {
     Done,
     /// Another node is the coordinator now, and decides.
     StoodDown,
-    /// A node neither answers nor is lost.
+    /// A node cannot do it, or neither answers nor is lost.
     Failed(PeerError),
 }
 
@@ -164,7 +164,8 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
                     round.answered(node);
                     strangers.push(node);
                 }
-                Err(error) => drop(failures.insert(node, error)),
+                Err(error) if error.is_absence() || is_old(&error) => drop(failures.insert(node, error)),
+                Err(error) => return Outcome::Failed(error),
             }
         }
         if failures.is_empty() {
@@ -186,6 +187,11 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
         }
     }
     Outcome::Done
+}
+
+/// Returns whether a node has rejected a request because it knows a newer epoch. This node is about to hear of that epoch.
+fn is_old(error: &PeerError) -> bool {
+    matches!(error, PeerError::Rejected { rejection, .. } if rejection.kind == RejectionKind::OldEpoch)
 }
 
 /// Frees what a dataset replaced. A node that misses this learns it from the answer to its next report.

@@ -17,7 +17,7 @@ impl Coordination {
         let Self { coordinator } = self;
         Ok(match request {
             CoordinatorRequest::Start { id, request } => {
-                let subscription = coordinator.start(id, request)?;
+                let subscription = coordinator.start(from, id, request)?;
                 CoordinatorReply::Started { subscription }
             }
             CoordinatorRequest::NextEvent { subscription, received } => {

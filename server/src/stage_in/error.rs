@@ -111,7 +111,11 @@ fn worker_kind(error: &StageInError) -> RejectionKind {
         StageInError::Corrupted { .. } => RejectionKind::Damaged,
         StageInError::TempFile(_) => RejectionKind::DriveFailed,
         StageInError::NoRoom { .. } => RejectionKind::NoRoom,
-        StageInError::Ship { .. } | StageInError::NoAssignment { .. } => RejectionKind::PeerFailed,
+        // An owner that has answered says itself what failed.
+        StageInError::Ship { cause, .. } | StageInError::NoAssignment { cause, .. } => match cause.downcast_ref() {
+            Some(PeerError::Rejected { rejection, .. }) => rejection.kind,
+            _ => RejectionKind::PeerFailed,
+        },
         _ => RejectionKind::SourceFailed,
     }
 }
