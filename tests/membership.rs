@@ -171,14 +171,14 @@ fn a_stage_in_begins_again_when_its_coordinator_is_lost() {
             assert!(is_lost(&cluster, node, lost));
         }
         // Stage-ins go on, on the nodes that are left, and node 1 may coordinate them.
-        stage_on(&cluster, live[1], "/dayfly/e");
+        stage_on(&cluster, live[1], "a.tar", "/dayfly/e");
         live.iter().for_each(|&node| read_all(&cluster, node, "e"));
         end_from(&cluster, 1);
     }
 }
 
-fn stage_on(cluster: &Cluster, node: u16, target: &str) {
-    let source = cluster.at("a.tar");
+fn stage_on(cluster: &Cluster, node: u16, source: &str, target: &str) {
+    let source = cluster.at(source);
     let mut command = cluster.dayfly();
     let output =
         harness::output_of(command.args(["stage-in", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string()));
@@ -201,7 +201,9 @@ fn a_session_survives_down_to_its_last_server() {
         wait_until("the node is lost", || is_lost(&cluster, 3, node));
         read_all(&cluster, 3, "d");
     }
-    stage_on(&cluster, 3, "/dayfly/e");
-    read_all(&cluster, 3, "e");
+    for (source, dataset) in [("a.tar", "e"), ("tree", "f"), ("a.tar.gz", "g")] {
+        stage_on(&cluster, 3, source, &format!("/dayfly/{dataset}"));
+        read_all(&cluster, 3, dataset);
+    }
     end_from(&cluster, 3);
 }

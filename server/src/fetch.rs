@@ -56,7 +56,7 @@ use tracing::Instrument;
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
-use crate::origins::{OriginFailure, Origins};
+use crate::origins::{OriginFailure, Origins, has_origin};
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::{ChunkInfo, Dataset};
@@ -327,11 +327,12 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    let others_can = self.can_ask_others(&dataset, &requested, owner, &error);
+                    let is_absent = self.note_absence(owner, &error);
                     for number in remaining {
-                        outcomes[number] = Err(match others_can {
+                        let chunk = chunks[number];
+                        outcomes[number] = Err(match is_absent && has_origin(&dataset, chunk) {
                             true => FetchError::AskOthers,
-                            false => read_error(&dataset, chunks[number], error.clone()),
+                            false => read_error(&dataset, chunk, error.clone()),
                         });
                     }
                     break;

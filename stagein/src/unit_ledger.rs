@@ -186,8 +186,9 @@ impl UnitLedger {
             }
         }
         for chain in self.chains.values_mut() {
-            let reported = chain.reports.extract_if(.., |_, waiting| waiting.node == node).map(|(index, _)| index);
-            let reported: Vec<usize> = reported.collect();
+            let of_node = chain.reports.iter().filter(|(_, waiting)| waiting.node == node);
+            let reported: Vec<usize> = of_node.map(|(index, _)| *index).collect();
+            reported.iter().for_each(|index| drop(chain.reports.remove(index)));
             self.retries.extend(reported.into_iter().map(|index| chain.unit(index, None)));
         }
         self.redone.extend(self.finished.remove(&node).unwrap_or_default());

@@ -143,6 +143,17 @@ impl CoordinatorError {
         }
     }
 
+    /// Lets an error that counts participants count nodes. `free` has the room of each node.
+    pub(super) fn among(self, participants: &[NodeId], free: &[u64]) -> Self {
+        match self {
+            Self::NoCatalogRoom { needed, node, free } => {
+                Self::NoCatalogRoom { needed, node: participants.get(node).map_or(node, |node| node.index()), free }
+            }
+            Self::NotEnoughRoom { needed, can_be_left, .. } => Self::NotEnoughRoom { needed, free: free.to_vec(), can_be_left },
+            other => other,
+        }
+    }
+
     /// Adds amounts to an error of nodes that are full: what was stored, and what was free on each node at the start.
     pub(super) fn with_amounts(self, stored: u64, free: &[u64]) -> Self {
         match self.is_for_room() {

@@ -100,7 +100,7 @@ async fn run_to_end(
     };
     if let Some(dataset) = context.store.datasets().into_iter().find(|dataset| dataset.request() == id) {
         // An earlier coordinator was lost after it had begun to commit. This node has finished that.
-        return Ok(publication::summary_of(context, dataset, start).await?);
+        return publication::summary_of(context, dataset, start).await;
     }
     let conflict = context.store.conflict(&request.target, request.replace);
     let replaces = conflict.map_err(|conflict| CoordinatorError::TargetTaken(conflict.message(&context.prefix)))?;
@@ -123,7 +123,7 @@ async fn run_to_end(
     let free = free_room(context, &participants).await?;
     let fit = tokio::select! {
         biased;
-        fit = judge_fit(context, &request, &plan, &free, planning.0.clone()) => fit,
+        fit = judge_fit(context, &request, &plan, (&participants, &free), planning.0.clone()) => fit,
         stalled = planning_stalls(context, &planning.0) => return Err(stalled),
         () = events.closed() => return Err(CoordinatorError::Cancelled),
         never = report_phase(context, events, Phase::Planning) => never,
@@ -264,14 +264,17 @@ async fn free_room(context: &CoordinatorContext, participants: &[NodeId]) -> Res
     join_all(asking).await.into_iter().collect()
 }
 
-/// Decides what share of the samples is stored. Looks into tars only if their lengths do not decide.
+/// Decides what share of the samples is stored on the participants. Looks into tars only if their lengths do not decide.
 async fn judge_fit(
     context: &CoordinatorContext,
     request: &StageInRequest,
     plan: &StageInPlan,
-    free: &[u64],
+    (participants, free): (&[NodeId], &[u64]),
     monitor: Arc<ProgressMonitor>,
 ) -> Result<Fit, CoordinatorError> {
+    // Lost nodes have no room, and need none.
+    let room: Vec<u64> = participants.iter().map(|node| free[node.index()]).collect();
+    let fit = |amounts: Amounts| Fit::of(amounts, &room, request.require_fit).map_err(|error| error.among(participants, free));
     let sizes = plan.sizes;
     let at_most = Amounts {
         files: plan.known_files + sizes.zip_members,
@@ -286,8 +289,8 @@ async fn judge_fit(
     let unpacked_len = plain_len.saturating_add(sizes.compressed_bytes.saturating_mul(ARCHIVE_GROWTH_GUESS));
     // At worst, a tar is full of empty files.
     let most_files = Amounts { files: at_most.files.saturating_add(unpacked_len / TAR_HEADER_LEN), ..at_most };
-    if most_files.surely_fit(free) {
-        return Fit::of(at_most, free, request.require_fit);
+    if most_files.surely_fit(&room) {
+        return fit(at_most);
     }
     let selection = request.selection.clone();
     let sampling = context.blocking.run(move || {
@@ -303,7 +306,7 @@ async fn judge_fit(
         sure_bytes: in_compressed.sure_bytes,
         untold_bytes: in_compressed.untold_bytes,
     };
-    Fit::of(amounts, free, request.require_fit)
+    fit(amounts)
 }
 
 fn is_tar(source: &Source, is_plain: bool) -> bool {

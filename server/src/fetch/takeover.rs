@@ -4,8 +4,6 @@
 //! Invariant: a request that fails because a node does not answer puts that node on the list of suspects, so the next attempt goes
 //! to another node. This node itself is never a suspect. So attempts end.
 
-use std::sync::Arc;
-
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::placement::NodeSet;
@@ -26,19 +24,14 @@ impl Fetcher {
         dataset.candidate(chunk.block, absent).unwrap_or(self.peers.own_node())
     }
 
-    /// After a request to `node` has failed: returns whether the request should be made again, because other nodes can answer it.
-    pub(super) fn can_ask_others(&self, dataset: &Arc<Dataset>, chunks: &[Chunk], node: NodeId, error: &ReadError) -> bool {
-        if !is_absence(error) {
-            return false;
+    /// Takes note of a request to `node` that has failed. Returns whether the error means that the node cannot be reached, or does
+    /// not answer. From then on, other nodes are asked for those chunks that have origins.
+    pub(super) fn note_absence(&self, node: NodeId, error: &ReadError) -> bool {
+        let is_absent =
+            matches!(error, ReadError::Peer(error) if matches!(**error, PeerError::Transport(_)) && error.is_absence());
+        if is_absent {
+            self.peers.suspect(node);
         }
-        self.peers.suspect(node);
-        // Chunks without origins are asked for at their owner only.
-        chunks.iter().all(|&chunk| has_origin(dataset, chunk))
+        is_absent
     }
-}
-
-/// Returns whether an error means that the node cannot be reached, or does not answer.
-fn is_absence(error: &ReadError) -> bool {
-    let ReadError::Peer(error) = error else { return false };
-    matches!(**error, PeerError::Transport(_)) && error.is_absence()
 }
