@@ -301,6 +301,17 @@ pub const RECOVERY_YIELD: Duration = Duration::from_millis(20);
 pub const RECOVERY_YIELD_MAX: Duration = Duration::from_secs(2);
 /// Recovery uses one in this many of the streams to the parallel file system, and at least one.
 pub const RECOVERY_STREAMS_SHARE: usize = 4;
+/// The most nodes that store each block of a dataset.
+pub const COPIES_MAX: u16 = 16;
+/// Bytes of the chunks that a node requests at once from the holder of a copy, unless one chunk is longer. All such requests of a
+/// node together must fit into the memory that their bytes land in.
+pub const COPY_PART_LEN: u64 = 512 << 10;
+/// Such requests of one stage-in, or of recovery, that a node has under way.
+pub const COPY_REQUESTS: usize = 2;
+/// Blocks that a node sorts at once to copy them in the order in which they lie on their owners' drives.
+pub const COPY_WINDOW_BLOCKS: usize = 4 << 20;
+/// Nodes that did not have a block of which they are holders: so many are remembered, and are not asked for that block again.
+pub const BAD_HOLDERS_MAX: usize = 64 << 10;
 /// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
 /// looks at a part.
 pub const TAKEN_OVER_SAMPLES_MAX: u32 = 4 << 20;

@@ -39,6 +39,13 @@ pub(crate) enum CoordinatorError {
     )]
     NotEnoughRoom { needed: u64, free: Vec<u64>, can_be_left: bool },
     #[error(
+        "{copies} copies of the samples take at least {}, and all nodes together have {} free ({}); use fewer --copies, or {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free)
+    )]
+    NotEnoughRoomForCopies { copies: u16, needed: u64, free: Vec<u64> },
+    #[error("--copies {copies} needs at least {copies} nodes, and the session has {nodes}")]
+    TooManyCopies { copies: u16, nodes: usize },
+    #[error(
         "each node needs about {} for the catalog, and node {node} has {} free; {MORE_ROOM}",
         show_bytes(*needed), show_bytes(*free)
     )]

@@ -1,20 +1,23 @@
 //! The requests to all nodes that turn a plan into a dataset: begin, finish, merge, prepare, commit, settle or abort.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Phase, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Copies, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
+use dayfly_meta::wire::status::Reads;
 use futures_util::future::join_all;
+use tokio::time::sleep;
 
 use super::conflicts::Rivals;
 use super::distribution::{self, Distribution};
 use super::fit::Fit;
 use super::merge::{MergeJob, Merged, Run};
+use super::stall::StallDetector;
 use super::{CoordinatedStageIn, Coordinator, CoordinatorError};
 use crate::peers::PeerError;
 
@@ -35,6 +38,18 @@ pub(super) struct Publication<'a> {
     pub(super) free: Vec<u64>,
     /// What is stored of the samples.
     pub(super) fit: Fit,
+    /// How many nodes store each block.
+    pub(super) copies: u16,
+    /// What has been copied.
+    pub(super) copied: Mutex<Copied>,
+}
+
+/// What all nodes have copied.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Copied {
+    wanted_bytes: u64,
+    copied: Reads,
+    uncopied: Reads,
 }
 
 impl Publication<'_> {
@@ -59,6 +74,9 @@ impl Publication<'_> {
         let built = start.elapsed();
         self.distribute_catalog(&merged).await?;
         let prepared = start.elapsed();
+        if self.copies > 1 {
+            self.make_copies().await?;
+        }
         tracing::info!(?read, ?finished, ?built, ?prepared, "a stage-in is ready to commit; times since it began");
         Ok(merged)
     }
@@ -95,6 +113,7 @@ impl Publication<'_> {
                 capacities: self.free.clone(),
                 created_s,
                 group: self.request.selection.group,
+                copies: self.copies,
                 directories_max,
             },
             sources: self.sources.clone(),
@@ -123,6 +142,44 @@ impl Publication<'_> {
         };
         tokio::try_join!(self.prepare_on(own, own, merged), others)?;
         Ok(())
+    }
+
+    /// Makes all nodes copy the blocks of which they are holders, and waits until they have done so.
+    async fn make_copies(&self) -> Result<(), CoordinatorError> {
+        let deadlines = self.coordinator.context.deadlines();
+        let is_required = self.request.copies != Copies::Auto;
+        let request = NodeStageInRequest::Copy { stage_in: self.stage_in.number, is_required };
+        self.stage_in.progress().phase = Phase::Copying;
+        let mut detector = StallDetector::new(deadlines);
+        loop {
+            let (mut all, mut all_steps, mut left, mut slowest) = (Copied::default(), 0, 0, None);
+            for (node, reply) in self.coordinator.context.peers.nodes().zip(self.ask_all(&request, deadlines.request).await?) {
+                let NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done } = reply else {
+                    return Err(PeerError::InvalidAnswer(node).into());
+                };
+                all.wanted_bytes += wanted.bytes;
+                all.copied.add(copied);
+                all.uncopied.add(uncopied);
+                all_steps += steps;
+                if !is_done {
+                    left += 1;
+                    slowest.get_or_insert(node);
+                }
+            }
+            {
+                let mut progress = self.stage_in.progress();
+                (progress.copied_bytes, progress.to_copy_bytes) = (all.copied.bytes, all.wanted_bytes);
+            }
+            let Some(node) = slowest else {
+                *self.copied.lock().unwrap_or_else(PoisonError::into_inner) = all;
+                return Ok(());
+            };
+            if detector.is_stalled(all_steps) {
+                return Err(detector.error(format!("{left} nodes, node {node} among them, to copy blocks")));
+            }
+            // The more nodes there are, the longer it takes to ask them all.
+            sleep(deadlines.progress_interval * (1 + self.free.len() as u32 / 64)).await;
+        }
     }
 
     async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), PeerError> {
@@ -194,7 +251,11 @@ impl Publication<'_> {
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage_in.progress().nodes).zip(rates) {
             (node.counted, node.rates) = (*counted, rates);
         }
+        let copied = *self.copied.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Summary {
+            copies: self.copies,
+            copied_bytes: copied.copied.bytes,
+            uncopied_bytes: copied.uncopied.bytes,
             samples: merged.samples,
             bytes: merged.bytes,
             others: merged.others,

@@ -43,6 +43,7 @@ impl StageIns {
                 let announced = PreparedCatalog { dataset, target, from, len, checksum };
                 stage_ins.get(stage_in)?.prepare(announced).await?;
             }
+            NodeStageInRequest::Copy { stage_in, is_required } => return Ok(stage_ins.get(stage_in)?.copy(is_required)?),
             NodeStageInRequest::Commit { stage_in, replaces } => stage_ins.get(stage_in)?.commit(replaces)?,
             NodeStageInRequest::Settle { stage_in } => stage_ins.settle(stage_in).await?,
             NodeStageInRequest::Abort { stage_in } => stage_ins.abort(stage_in).await?,
