@@ -278,7 +278,7 @@ pub const MISSING_REASONS_MAX: usize = 32;
 /// A node that does not answer is asked at longer and longer intervals, at most this long.
 pub const SUSPECT_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(8);
 /// Bytes per second that each node reads to recover the blocks of lost nodes, unless the user sets another rate.
-pub const RECOVERY_RATE_DEFAULT: u64 = 256 << 20;
+pub const RECOVERY_RATE_DEFAULT: u64 = 128 << 20;
 /// Bytes of the blocks that recovery has in memory at once. A larger block is in memory alone.
 pub const RECOVERY_BATCH_LEN_MAX: u64 = 16 << 20;
 /// With a low rate, recovery has fewer bytes in memory at once, but up to this many.
@@ -303,6 +303,8 @@ pub const RECOVERY_YIELD_MAX: Duration = Duration::from_secs(2);
 pub const RECOVERY_STREAMS_SHARE: usize = 4;
 /// The most nodes that store each block of a dataset.
 pub const COPIES_MAX: u16 = 16;
+/// Blocks that are placed in thought, to find how many copies each node will hold.
+pub const COPIES_TRIED: u32 = 20_000;
 /// Bytes of the chunks that a node requests at once from the holder of a copy, unless one chunk is longer. All such requests of a
 /// node together must fit into the memory that their bytes land in.
 pub const COPY_PART_LEN: u64 = 512 << 10;
@@ -314,7 +316,7 @@ pub const COPY_WINDOW_BLOCKS: usize = 4 << 20;
 pub const BAD_HOLDERS_MAX: usize = 64 << 10;
 /// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
 /// looks at a part.
-pub const TAKEN_OVER_SAMPLES_MAX: u32 = 4 << 20;
+pub const TAKEN_OVER_SAMPLES_MAX: u32 = 1 << 20;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

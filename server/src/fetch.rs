@@ -63,7 +63,7 @@ use crate::store::{ChunkInfo, Dataset};
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
-use takeover::{BadHolders, Loads};
+use takeover::{BadHolders, Loads, is_absence};
 use verify::{OwnerReply, Received};
 use without_arena::ReadsWithoutArena;
 
@@ -323,7 +323,7 @@ impl Fetcher {
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
         let mut attempt = 1;
         let mut last_progress = Instant::now();
-        let mut has_failed = false;
+        let mut is_silent = false;
         while attempt <= FETCH_ATTEMPTS_MAX && !remaining.is_empty() {
             let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
             // What the owner sent before was bad, so from the second attempt on it examines its copies.
@@ -331,7 +331,7 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    has_failed = true;
+                    is_silent = is_absence(&error);
                     let others_can = self.can_ask_others(&dataset, &requested, owner, &error);
                     for number in remaining {
                         outcomes[number] = Err(match others_can {
@@ -387,7 +387,7 @@ impl Fetcher {
         drop(slots);
         for (number, outcome) in outcomes.iter_mut().enumerate() {
             let is_bad = outcome.as_ref().is_err_and(|error| !matches!(error, FetchError::AskOthers));
-            if is_bad && !has_failed && self.can_ask_other_holder(&dataset, chunks[number], owner) {
+            if is_bad && !is_silent && self.can_ask_other_holder(&dataset, chunks[number], owner) {
                 *outcome = Err(FetchError::AskOthers);
             }
         }

@@ -43,6 +43,11 @@ pub(crate) enum CoordinatorError {
         show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free)
     )]
     NotEnoughRoomForCopies { copies: u16, needed: u64, free: Vec<u64> },
+    #[error(
+        "with {copies} copies, node {node} would hold about {}, and has {} free; use fewer --copies, or {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(*free)
+    )]
+    NodeTooSmallForCopies { copies: u16, node: usize, needed: u64, free: u64 },
     #[error("--copies {copies} needs at least {copies} nodes, and the session has {nodes}")]
     TooManyCopies { copies: u16, nodes: usize },
     #[error(

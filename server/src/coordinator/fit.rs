@@ -1,6 +1,8 @@
 //! Decides, before anything is read, what share of the samples is stored.
 
-use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, BATCH_LEN_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, left_for_catalogs};
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, BATCH_LEN_MAX, COPIES_TRIED, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, left_for_catalogs};
+use dayfly_meta::placement::{Member, Placement};
 use dayfly_meta::stored_share::StoredShare;
 use dayfly_meta::wire::control::Copies;
 
@@ -86,17 +88,26 @@ impl Fit {
         free: &[u64],
         is_required: bool,
         copies: Copies,
+        seed: u64,
     ) -> Result<(Self, u16), CoordinatorError> {
+        let one = amounts.readable_bytes.saturating_add(amounts.sure_bytes);
         match copies {
             Copies::Number(0 | 1) => Self::of(amounts, free, is_required).map(|fit| (fit, 1)),
             Copies::Number(copies) => match Self::of(amounts.copied(copies), free, true) {
                 Err(CoordinatorError::NotEnoughRoom { needed, free, .. }) => {
                     Err(CoordinatorError::NotEnoughRoomForCopies { copies, needed, free })
                 }
-                fit => Ok((fit?, copies)),
+                fit => match full_node(one, free, copies, seed) {
+                    Some((node, needed)) => {
+                        Err(CoordinatorError::NodeTooSmallForCopies { copies, node, needed, free: free[node] })
+                    }
+                    None => Ok((fit?, copies)),
+                },
             },
             Copies::Auto => {
-                let copies = if free.len() > 1 && amounts.copied(2).surely_fit(free) { 2 } else { 1 };
+                let one = amounts.readable_bytes.saturating_add(amounts.must_be_stored());
+                let is_enough = free.len() > 1 && amounts.copied(2).surely_fit(free) && full_node(one, free, 2, seed).is_none();
+                let copies = if is_enough { 2 } else { 1 };
                 Self::of(amounts, free, is_required).map(|fit| (fit, copies))
             }
         }
@@ -148,6 +159,21 @@ impl Fit {
         let share = StoredShare::that_fits(chosen, readable_bytes).min(StoredShare::NEARLY_ALL);
         Ok(Self { stored_share: Some(share), partial: Some((all_bytes, permille)), ..all })
     }
+}
+
+/// Returns a node that has too little room for the copies that it would hold, and the bytes that it needs. A small node holds more
+/// than its share as a further candidate, because a node never holds a block twice.
+fn full_node(bytes: u64, free: &[u64], copies: u16, seed: u64) -> Option<(usize, u64)> {
+    let members = (0..).map(NodeId).zip(free).map(|(node, &capacity)| Member { node, capacity });
+    let placement = Placement::new(seed, &members.collect::<Vec<_>>());
+    let mut held = vec![0_u64; free.len()];
+    for block in 0..COPIES_TRIED {
+        for holder in placement.candidates(&block.to_le_bytes(), 0).take(usize::from(copies)) {
+            held[holder.index()] += 1;
+        }
+    }
+    let needed = |held: u64| (u128::from(bytes) * u128::from(held) / u128::from(COPIES_TRIED)) as u64;
+    held.into_iter().map(needed).enumerate().find(|&(node, needed)| needed > free[node])
 }
 
 #[cfg(test)]
@@ -239,7 +265,8 @@ mod tests {
     #[test]
     fn several_copies_must_fit_as_a_whole_and_auto_means_two_where_there_is_certainly_room() {
         let amounts = |readable| Amounts { readable_bytes: readable * MIB, copies: 1, ..Amounts::default() };
-        let copies = |readable, nodes: usize, copies| Fit::with_copies(amounts(readable), &vec![500 * MIB; nodes], false, copies);
+        let copies =
+            |readable, nodes: usize, copies| Fit::with_copies(amounts(readable), &vec![500 * MIB; nodes], false, copies, 7);
         assert_eq!(copies(490, 2, Copies::Number(2)).unwrap().1, 2);
         let message = copies(510, 2, Copies::Number(2)).unwrap_err().to_string();
         assert!(
@@ -250,5 +277,13 @@ mod tests {
         assert!(fit.partial.is_some() && one == 1);
         assert_eq!([440, 450, 1200].map(|readable| copies(readable, 2, Copies::Auto).unwrap().1), [2, 1, 1]);
         assert_eq!(copies(10, 1, Copies::Auto).unwrap().1, 1, "one node cannot hold two copies");
+        // All nodes together have room, but the small one must hold a copy of each block, or of more blocks than fit there.
+        for (free, node) in [([100, 900].as_slice(), 0), (&[300, 100, 300], 1)] {
+            let free: Vec<u64> = free.iter().map(|free| free * MIB).collect();
+            let bytes = amounts(free.iter().sum::<u64>() / MIB * 9 / 20);
+            let message = Fit::with_copies(bytes, &free, false, Copies::Number(2), 7).unwrap_err().to_string();
+            assert!(message.contains(&format!("node {node} would hold about")) && message.contains("100.0MiB free"), "{message}");
+            assert_eq!(Fit::with_copies(bytes, &free, false, Copies::Auto, 7).unwrap().1, 1);
+        }
     }
 }

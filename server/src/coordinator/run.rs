@@ -266,7 +266,7 @@ async fn judge_fit(
         Copies::Auto => 2,
     };
     if most_files.copied(copies).surely_fit(free) {
-        return Fit::with_copies(at_most, free, request.require_fit, request.copies);
+        return Fit::with_copies(at_most, free, request.require_fit, request.copies, request.seed);
     }
     let selection = request.selection.clone();
     let sampling = context.blocking.run(move || {
@@ -283,7 +283,7 @@ async fn judge_fit(
         untold_bytes: in_compressed.untold_bytes,
         copies: 1,
     };
-    Fit::with_copies(amounts, free, request.require_fit, request.copies)
+    Fit::with_copies(amounts, free, request.require_fit, request.copies, request.seed)
 }
 
 fn is_tar(source: &Source, is_plain: bool) -> bool {

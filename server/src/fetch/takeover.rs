@@ -134,7 +134,7 @@ impl Fetcher {
 }
 
 /// Returns whether an error means that the node cannot be reached, or does not answer.
-fn is_absence(error: &ReadError) -> bool {
+pub(super) fn is_absence(error: &ReadError) -> bool {
     let ReadError::Peer(error) = error else { return false };
     matches!(
         **error,
