@@ -216,7 +216,8 @@ fn recovery_takes_what_fits_and_then_rests() {
         std::thread::sleep(Duration::from_millis(1200));
         let now = (places(&session, &lost, 3).iter().sum::<usize>(), origin_bytes(&session));
         let is_same = now == (found.get(), read.get());
-        (found.set(now.0), read.set(now.1));
+        found.set(now.0);
+        read.set(now.1);
         is_same && now.0 > 0
     };
     wait_until("recovery rests", is_at_rest);
