@@ -138,13 +138,13 @@ fn a_stage_in_whose_copies_fail_leaves_nothing_behind() {
     let mut session = Inside::with_config(4, |_| {});
     session.copies = Copies::Number(2);
     let tree = source(&session, &lens, None);
-    // Nobody gets chunks from node 2.
+    // Whatever node 2 sends arrives damaged.
     session.inject(|seen| match decode_sealed::<Request>(seen.message) {
-        Ok(Request::Read(ReadRequest::Chunks { .. })) if seen.peer == NodeId(2) => Some(Fault::Refuse),
+        Ok(Request::Read(ReadRequest::Chunks { .. })) if seen.peer == NodeId(2) => Some(Fault::FlipOnWire),
         _ => None,
     });
     let error = session.stage(&tree).unwrap_err();
-    assert!(error.contains("cannot copy blocks from node 2"), "{error}");
+    assert!(error.contains("node 2 has no good copy of a block"), "{error}");
     session.leave_alone();
     assert!(session.view(1).session().datasets().unwrap().is_empty());
     wait_until("the space is free again", || session.status().iter().all(|node| node.used_bytes == 0));

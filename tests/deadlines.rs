@@ -35,10 +35,14 @@ const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file
 enum Ask {
     /// A process attaches: `Hello`.
     Attach,
-    /// A file of node 1 is read: `Fetch`, and `Read` between servers.
+    /// A file of node 1 is read: `Fetch`, and `Read` between servers. It comes from a compressed tar, so no other node can serve it.
     Read,
+    /// Like `Read`, but the file comes from a directory, so another node can read it from there.
+    ReadWithOrigin,
     /// Files of both nodes are read in one batch.
     Batch,
+    /// Like `Batch`, but the files come from a directory.
+    BatchWithOrigin,
     /// An order is submitted.
     Order,
     /// A client requests an unnamed file to pass to another program.
@@ -156,9 +160,9 @@ fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
 
-/// Peers and the coordinator detect each other's silence, and report it to each other.
-fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
-    (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
+/// The supervisor counts the node as lost, the stage-in goes on without it, and its rate limit adds a few seconds.
+fn goes_on(deadlines: &Deadlines) -> (Duration, Duration) {
+    (Duration::ZERO, deadlines.lost_after + deadlines.node_silent + 4 * deadlines.request + Duration::from_secs(5))
 }
 
 /// Either the first message to the node is lost, or the coordinator misses the node's reports.
@@ -206,20 +210,25 @@ const TABLE: &[Row] = &[
     // Another node.
     row(Ask::Read, 1, Far::Silent, peer_lost, &["node 1"]),
     row(Ask::Batch, 1, Far::Silent, peer_lost, &["node 1"]),
+    works(Ask::ReadWithOrigin, 1, Far::Silent, peer_lost),
+    works(Ask::BatchWithOrigin, 1, Far::Silent, peer_lost),
     row(Ask::Status, 1, Far::Silent, peer_lost, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
-    row(Ask::StageIn, 1, Far::Silent, stage_in, &["node 1"]),
-    row(Ask::StageInByAnother, 0, Far::Silent, stage_in, &["node 0"]),
-    row(Ask::Shipping, 1, Far::Silent, stage_in, &["node 1"]),
-    row(Ask::Shipping, 1, Far::Reset, at_once, &["node 1"]),
+    // The supervisor counts the node as lost before or after the coordinator misses its reports.
+    either(Ask::StageIn, 1, Far::Silent, goes_on, &["node 1"]),
+    works(Ask::StageInByAnother, 0, Far::Silent, goes_on),
+    works(Ask::Shipping, 1, Far::Silent, goes_on),
+    works(Ask::Shipping, 1, Far::Reset, goes_on),
     row(Ask::Shipping, 1, Far::DriveFails, next_write, &["node 1"]),
     works(Ask::Down, 1, Far::Silent, down),
     row(Ask::Read, 1, Far::Reset, at_once, &["node 1", "lost"]),
     row(Ask::Batch, 1, Far::Reset, at_once, &["node 1", "lost"]),
+    works(Ask::ReadWithOrigin, 1, Far::Reset, at_once),
+    works(Ask::BatchWithOrigin, 1, Far::Reset, at_once),
     row(Ask::Status, 1, Far::Reset, at_once, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Reset, at_once, &["node 1"]),
-    row(Ask::StageIn, 1, Far::Reset, at_once, &["node 1"]),
-    row(Ask::StageInByAnother, 0, Far::Reset, at_once, &["node 0"]),
+    works(Ask::StageIn, 1, Far::Reset, goes_on),
+    works(Ask::StageInByAnother, 0, Far::Reset, goes_on),
     works(Ask::Order, 1, Far::Silent, at_once),
     works(Ask::Spill, 1, Far::Silent, at_once),
     works(Ask::Attach, 1, Far::Silent, at_once),
@@ -238,10 +247,15 @@ const TABLE: &[Row] = &[
     works(Ask::Batch, 1, Far::Slow, slow),
     works(Ask::StageIn, 1, Far::Slow, slow),
     row(Ask::Read, 1, Far::DriveHangs, request, &["node 1", "did not answer within"]),
+    works(Ask::ReadWithOrigin, 1, Far::DriveHangs, request),
+    works(Ask::BatchWithOrigin, 1, Far::DriveHangs, request),
     works(Ask::Status, 1, Far::DriveHangs, at_once),
     row(Ask::StageIn, 1, Far::DriveHangs, stall, &["node 1"]),
-    row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
-    row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
+    row(Ask::Read, 1, Far::DriveFails, at_once, &["node 1", "its drive cannot be read", "Input/output error"]),
+    row(Ask::Batch, 1, Far::DriveFails, at_once, &["node 1", "its drive cannot be read", "Input/output error"]),
+    // The fault hits all reads of node 1, those of the source too.
+    row(Ask::ReadWithOrigin, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
+    row(Ask::BatchWithOrigin, 1, Far::DriveFails, at_once, &["node 1 cannot read", "Input/output error"]),
     row(Ask::StageIn, 1, Far::DriveFails, at_once, &["node 1"]),
     // Space, and permission.
     row(Ask::StageIn, 1, Far::Full, at_once, &["no node has room left"]),
@@ -276,7 +290,10 @@ impl Scene {
         let divisor = row.divisor().to_string();
         let capacity = if row.far == Far::Full { "40MiB" } else { "4GiB" };
         let cluster = ground.up_with(2, &["--deadlines-divisor", &divisor, "--capacity", capacity]);
-        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        match row.ask {
+            Ask::ReadWithOrigin | Ask::BatchWithOrigin => cluster.stage(&[&cluster.at("d")], "/dayfly/d"),
+            _ => cluster.stage_compressed("d", "/dayfly/d"),
+        }
         let view = cluster.view(0);
         let far = harness::samples::numbers(&view, FILES, false);
         Self { cluster, view, far }
@@ -344,7 +361,7 @@ impl Scene {
         };
         match ask {
             Ask::Attach => Session::attach_to(&self.cluster.location(), NodeId(0)).map(drop).map_err(|error| error.to_string()),
-            Ask::Read => {
+            Ask::Read | Ask::ReadWithOrigin => {
                 let number = self.far[0];
                 let mut buffer = vec![0; 100_000];
                 let file = self.view.open(&path(number)).map_err(|error| error.to_string())?;
@@ -352,7 +369,7 @@ impl Scene {
                 assert!(buffer == content(number, 100_000), "wrong bytes");
                 Ok(())
             }
-            Ask::Batch => {
+            Ask::Batch | Ask::BatchWithOrigin => {
                 let paths: Vec<Vec<u8>> = (0..FILES).map(path).collect();
                 let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
                 let batch = self.view.read_many(&paths, Delivery::InOrder, OnMissing::Fail);

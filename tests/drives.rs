@@ -136,7 +136,8 @@ fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
     const FILES: usize = 90;
     const LEN: usize = 1 << 20;
     let cluster = ground(FILES, LEN).up_with(3, &["--memory", "32M"]);
-    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    // No other node can serve the blocks of the hung drive.
+    cluster.stage_compressed("d", "/dayfly/d");
     cluster.ok(&["tune", "--cache", "off"]);
     let pid = cluster.pids()[&1];
     let files = files_of(&cluster, pid);

@@ -38,13 +38,14 @@ fn len(number: usize) -> usize {
 }
 
 /// A session of three nodes with the smallest arena, and files below a path so long that a few hundred errors fill a socket.
+/// Only the owner of a block can serve the block.
 fn cluster_of_long_names() -> (Cluster, String) {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
     (0..SMALL + LARGE).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, len(number))).unwrap());
     let cluster = ground.up_with(3, &["--memory", &ARENA_LEN_MIN.to_string()]);
     let target = format!("/dayfly{}", format!("/{}", "n".repeat(250)).repeat(8));
-    cluster.stage(&[&cluster.at("d")], &target);
+    cluster.stage_compressed("d", &target);
     cluster.ok(&["tune", "--cache", "off"]);
     (cluster, target)
 }

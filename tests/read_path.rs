@@ -14,7 +14,9 @@ use std::time::{Duration, Instant};
 use dayfly_client::{ClientError, Delivery, OnMissing, Samples, View};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::limits::ARENA_LEN_MIN;
-use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, session};
+use harness::samples::{
+    assert_accounts_are_settled, content, count, dataset, node, numbers, path, session, session_without_origins,
+};
 use harness::{Cluster, Ground, wait_until};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
@@ -211,14 +213,19 @@ fn a_missing_sample_ends_the_batch_or_is_reported() {
     assert!(view.read_many_into(&names, &mut buffers, OnMissing::Fail).is_err());
     let sizes = view.read_many_into(&names, &mut buffers, OnMissing::Report).unwrap();
     assert_eq!(sizes.iter().filter(|size| size.is_err()).count(), 2);
-    // Samples on a dead node are reported in the same way, unless this node has copies of them.
-    cluster.ok(&["tune", "--cache", "off"]);
-    let far: Vec<SampleId> =
+}
+
+/// SEMANTICS: "A sample that cannot be read ends the batch, or is reported individually, as the caller
+/// chooses."
+#[test]
+fn samples_that_only_a_dead_node_has_are_reported() {
+    let cluster = session_without_origins(2, &[], &[100; 60]);
+    let view = cluster.view(0);
+    let far: HashSet<SampleId> =
         numbers(&view, 60, false).into_iter().map(|number| view.open(&path(number)).unwrap().sample()).collect();
     cluster.kill(1);
-    let fresh = cluster.view(0);
     let samples: Vec<SampleId> = (0..60).map(SampleId).collect();
-    let mut batch = fresh.session().read_many(&dataset(&fresh), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     let mut errors = HashSet::new();
     while let Some(delivered) = batch.next() {
         let delivered = delivered.unwrap();
@@ -227,8 +234,10 @@ fn a_missing_sample_ends_the_batch_or_is_reported() {
             errors.insert(samples[delivered.index]);
         }
     }
-    // Some samples of the dead node may still be readable, because they may have been in the arena.
-    assert!(errors.iter().all(|sample| far.contains(sample)));
+    assert_eq!(errors, far);
+    drop(batch);
+    let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::InOrder, OnMissing::Fail).unwrap();
+    assert!(batch.wait().unwrap_err().to_string().contains("node 1"));
 }
 
 /// SEMANTICS: "While the arena is full of leased chunks, requests wait for at most 15 s, first come, first served. A batch that

@@ -274,7 +274,7 @@ impl Session {
             loop {
                 match socket.receive()?.0 {
                     FromServer::Event(event) => {
-                        let is_last = !matches!(event, Event::Planned(_) | Event::Progress(_));
+                        let is_last = event.is_last();
                         on_event(event);
                         if is_last {
                             return Ok(());

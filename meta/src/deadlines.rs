@@ -82,7 +82,14 @@ deadlines! {
     /// How long a server keeps serving without a renewal of its lease before it exits. The time is
     /// counted in intervals, so a server that was stopped does not find the time expired when it
     /// continues.
-    lease = Duration::from_secs(6);
+    lease = Duration::from_secs(30);
+    /// How long a server goes on publishing datasets without a renewal of its lease. Counted like the lease.
+    publish_lease = Duration::from_secs(20);
+    /// How long a server may be silent before the supervisor counts it as lost. Counted like the lease. `--lost-after` sets this
+    /// deadline.
+    lost_after = Duration::from_secs(30);
+    /// How long a server whose control channel was closed may take to dial the supervisor again before it counts as lost.
+    reconnect = Duration::from_secs(2);
     /// How long a node may take to prepare a dataset: it reads the catalog from another node and checks all of it.
     prepare = Duration::from_secs(300);
     /// How long a batch waits for room at its owner, whose drive may be slow. This is back
@@ -168,7 +175,11 @@ impl Deadlines {
             ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for the requests that wait for their room";
             ms(self.request) < ms(self.node_silent), "a node may miss a report before the coordinator aborts its stage-in";
             ms(self.progress_interval) < ms(self.request), "a node's reports are more frequent than the deadline of one report";
-            ms(self.lease_interval) * 3 <= ms(self.lease), "two renewals of the lease may be late before a server exits";
+            ms(self.lease_interval) * 3 <= ms(self.publish_lease), "two renewals of the lease may be late before a server stops publishing";
+            ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lease), "a server stops publishing before it exits";
+            ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lost_after), "a silent server stops publishing before it counts as lost";
+            ms(self.lease_interval) <= ms(self.reconnect), "a closed control channel is noticed by the next renewal";
+            ms(self.peer_lost) < ms(self.lost_after), "a connection between servers is replaced before either server counts as lost";
             ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in counts as stalled only after several reports without progress";
             self.are_all_some(), "each is at least a millisecond";
         }
@@ -196,7 +207,9 @@ mod tests {
             Deadlines { ping_interval: defaults.peer_lost / 2, ..defaults },
             Deadlines { offer: defaults.landing, ..defaults },
             Deadlines { server: defaults.arena, ..defaults },
-            Deadlines { lease: defaults.lease_interval, ..defaults },
+            Deadlines { lease: defaults.publish_lease, ..defaults },
+            Deadlines { lost_after: defaults.publish_lease, ..defaults },
+            Deadlines { publish_lease: defaults.lease_interval, ..defaults },
             Deadlines { unit: defaults.request, ..defaults },
             Deadlines { lease_interval: Duration::ZERO, ..defaults },
         ];

@@ -277,6 +277,14 @@ pub const PFS_STREAMS_MAX: u16 = 256;
 pub const MISSING_REASONS_MAX: usize = 32;
 /// A node that does not answer is asked at longer and longer intervals, at most this long.
 pub const SUSPECT_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(8);
+/// The range of `--lost-after`, in seconds. Below it, a short pause of a server would count as its loss.
+pub const LOST_AFTER_MIN_S: u64 = 6;
+/// See [`LOST_AFTER_MIN_S`].
+pub const LOST_AFTER_MAX_S: u64 = 3600;
+/// How often a node that catches up reads a part of a catalog again when the connection breaks.
+pub const CATALOG_READS_RETRIED: u32 = 8;
+/// How often a stage-in begins again after a node was lost or did not answer.
+pub const STAGE_IN_RESTARTS_MAX: u32 = 16;
 /// Bytes per second that each node reads to recover the blocks of lost nodes, unless the user sets another rate.
 pub const RECOVERY_RATE_DEFAULT: u64 = 128 << 20;
 /// Bytes of the blocks that recovery has in memory at once. A larger block is in memory alone.

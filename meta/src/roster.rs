@@ -3,7 +3,7 @@
 //! The supervisor alone decides who is a member, and raises the *membership epoch* with every change. So two rosters of the same
 //! epoch are equal, and of two rosters the one with the higher epoch is the newer.
 
-use std::net::SocketAddr;
+use core::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,7 @@ pub struct RosterMember {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roster {
     epoch: u32,
+    coordinator: NodeId,
     members: Vec<RosterMember>,
 }
 
@@ -33,6 +34,8 @@ pub struct Roster {
 pub struct RosterChange {
     /// The epoch of the changed roster.
     pub epoch: u32,
+    /// The node that coordinates stage-ins in this epoch.
+    pub coordinator: u16,
     /// All members that are not as they were when the session began.
     pub members: Vec<(u16, RosterMember)>,
 }
@@ -41,7 +44,7 @@ impl Roster {
     /// Creates the roster of a session that begins.
     pub fn new(addresses: &[SocketAddr]) -> Self {
         let member = |&address| RosterMember { address, incarnation: 0, is_lost: false };
-        Self { epoch: 0, members: addresses.iter().map(member).collect() }
+        Self { epoch: 0, coordinator: NodeId(0), members: addresses.iter().map(member).collect() }
     }
 
     /// Returns the membership epoch.
@@ -74,9 +77,10 @@ impl Roster {
         (0..).map(NodeId).zip(&self.members).filter(|(_, member)| member.is_lost).map(|(node, _)| node).collect()
     }
 
-    /// Returns the node that coordinates stage-ins: the live member with the lowest number.
-    pub fn coordinator(&self) -> Option<NodeId> {
-        self.live().next()
+    /// Returns the node that coordinates stage-ins. It is the first member when the session begins, and stays coordinator until it
+    /// is lost. Then the live member with the lowest number takes its place.
+    pub fn coordinator(&self) -> NodeId {
+        self.coordinator
     }
 
     /// Applies a newer change. Returns whether there was anything to apply. Members that are not in the roster are ignored.
@@ -84,7 +88,7 @@ impl Roster {
         if change.epoch <= self.epoch {
             return false;
         }
-        self.epoch = change.epoch;
+        (self.epoch, self.coordinator) = (change.epoch, NodeId(change.coordinator));
         for (node, changed) in &change.members {
             if let Some(member) = self.members.get_mut(usize::from(*node)) {
                 *member = changed.clone();
@@ -102,15 +106,16 @@ mod tests {
     fn a_newer_change_is_applied_and_an_older_one_is_ignored() {
         let addresses: Vec<SocketAddr> = (1..=3).map(|node| SocketAddr::from(([127, 0, 0, node], 7))).collect();
         let mut roster = Roster::new(&addresses);
-        assert_eq!((roster.epoch(), roster.coordinator(), roster.live().count()), (0, Some(NodeId(0)), 3));
+        assert_eq!((roster.epoch(), roster.coordinator(), roster.live().count()), (0, NodeId(0), 3));
         let lost = RosterMember { is_lost: true, ..roster.member(NodeId(0)).unwrap().clone() };
-        let change = RosterChange { epoch: 2, members: vec![(0, lost.clone()), (9, lost.clone())] };
+        let change = RosterChange { epoch: 2, coordinator: 1, members: vec![(0, lost.clone()), (9, lost.clone())] };
         assert!(roster.apply(&change));
-        assert_eq!((roster.coordinator(), roster.is_live(NodeId(0)), roster.lost().len()), (Some(NodeId(1)), false, 1));
+        assert_eq!((roster.coordinator(), roster.is_live(NodeId(0)), roster.lost().len()), (NodeId(1), false, 1));
         let back = RosterMember { is_lost: false, incarnation: 1, ..lost };
-        assert!(!roster.apply(&RosterChange { epoch: 2, members: vec![(0, back.clone())] }), "the same epoch");
-        assert!(roster.apply(&RosterChange { epoch: 3, members: vec![(0, back)] }));
-        assert_eq!((roster.coordinator(), roster.lost().len(), roster.count()), (Some(NodeId(0)), 0, 3));
+        let change = |epoch| RosterChange { epoch, coordinator: 1, members: vec![(0, back.clone())] };
+        assert!(!roster.apply(&change(2)), "the same epoch");
+        assert!(roster.apply(&change(3)));
+        assert_eq!((roster.coordinator(), roster.lost().len(), roster.count()), (NodeId(1), 0, 3));
         assert!(!roster.is_live(NodeId(3)), "it is not a member");
     }
 }

@@ -1,6 +1,7 @@
 //! The coordinator's part in stage-ins: plan, assign units, merge what was found, and publish on all nodes or on none.
 //!
-//! Node 0 is the coordinator. A user may ask for a stage-in on any node. The request reaches the coordinator as a message
+//! The roster names the coordinator: node 0, or after its loss the live node with the lowest number. A user may ask for a stage-in
+//! on any node. The request reaches the coordinator as a message
 //! ([`stage_in()`]), and the stage-in's events go back one by one to the node that asked ([`subscriptions`]). The parts:
 //!
 //! - `run`: carries out one stage-in from its request to its end, and watches for what may end it early;
@@ -8,6 +9,7 @@
 //! - `stage_in`: the state of a stage-in that workers and nodes report to;
 //! - `fit`: what share of the samples is stored, if not all of them fit;
 //! - `conflicts`, `merge`: path conflicts, and the merge of all runs into the catalog;
+//! - `term`: a node becomes the coordinator, and ends what its predecessor began;
 //! - `rates`, `distribution`: figures for the summary.
 //!
 //! Invariants: a dataset becomes visible on all nodes, or on none. Up to the commit a stage-in can be canceled, by its user or
@@ -29,9 +31,9 @@ mod run;
 mod stage_in;
 mod stall;
 mod subscriptions;
+mod term;
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -39,22 +41,21 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::STAGE_INS_MAX;
 use dayfly_meta::path::is_below;
 use dayfly_meta::wire::control::StageInRequest;
-use dayfly_meta::wire::peer::{CoordinatorReply, Rejection, UnitReport};
+use dayfly_meta::wire::peer::{CoordinatorReply, ListedDataset, Rejection, UnitReport};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::blocking::Blocking;
+use crate::membership::Membership;
 use crate::peers::Peers;
 use crate::room::Room;
 use crate::stage_in::NodeStageIns;
-use crate::store::Store;
+use crate::store::{Dataset, Store};
 use error::CoordinatorError;
 pub(crate) use request::stage_in;
 pub(crate) use stage_in::{CoordinatedStageIn, NodeReport};
 pub(crate) use subscriptions::SubscriptionError;
 use subscriptions::Subscriptions;
-
-/// The node that coordinates stage-ins.
-const COORDINATOR: NodeId = NodeId(0);
+use term::Term;
 
 /// How many events may be on their way to a client. A slow client may miss progress events, but never the last event.
 pub(crate) const EVENTS_QUEUE_LEN: usize = 4;
@@ -73,6 +74,7 @@ pub(crate) struct CoordinatorContext {
     pub(crate) peers: Arc<Peers>,
     /// This node's own parts of stage-ins. They take the finished catalog without a copy.
     pub(crate) stage_ins: Arc<NodeStageIns>,
+    pub(crate) membership: Arc<Membership>,
     pub(crate) blocking: Arc<dyn Blocking>,
 }
 
@@ -86,29 +88,30 @@ impl CoordinatorContext {
 pub(crate) struct Coordinator {
     context: CoordinatorContext,
     permits: Semaphore,
-    /// The targets of stage-ins that are running or waiting.
-    targets: Mutex<Vec<Vec<u8>>>,
+    /// The targets of stage-ins that are running or waiting, with the numbers of their requests.
+    targets: Mutex<Vec<(Vec<u8>, u64)>>,
     registry: Registry,
-    last_number: AtomicU64,
+    term: Term,
     subscriptions: Subscriptions,
 }
 
 impl Coordinator {
     pub(crate) fn new(context: CoordinatorContext) -> Self {
-        let subscriptions = Subscriptions::new(*context.deadlines());
+        let (subscriptions, term) = (Subscriptions::new(*context.deadlines()), Term::new(context.node));
         Self {
             context,
             permits: Semaphore::new(STAGE_INS_MAX),
             targets: Mutex::default(),
             registry: Registry::default(),
-            last_number: AtomicU64::new(0),
+            term,
             subscriptions,
         }
     }
 
-    /// Starts a stage-in. Returns the number of the subscription to its events.
-    pub(crate) fn start(self: &Arc<Self>, request: StageInRequest) -> Result<u64, SubscriptionError> {
-        if self.context.node != COORDINATOR {
+    /// Starts a stage-in that a user of the node `from` asks for. Returns the number of the subscription to its events. `id` is the
+    /// number of the user's request.
+    pub(crate) fn start(self: &Arc<Self>, from: NodeId, id: u64, request: StageInRequest) -> Result<u64, SubscriptionError> {
+        if !self.term.is_ready() {
             return Err(SubscriptionError::NotCoordinator);
         }
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
@@ -116,7 +119,7 @@ impl Coordinator {
         let coordinator = self.clone();
         // The stage-in runs on a task of its own, because it must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
-            tokio::join!(run::run(&coordinator, request, sender), coordinator.subscriptions.expire(number));
+            tokio::join!(run::run(&coordinator, (from, id), request, sender), coordinator.subscriptions.expire(number));
         });
         Ok(number)
     }
@@ -133,16 +136,37 @@ impl Coordinator {
     }
 
     /// Answers a worker that has finished units and wants more.
-    pub(crate) async fn next_units(&self, number: u64, finished: Vec<UnitReport>) -> CoordinatorReply {
+    pub(crate) async fn next_units(&self, number: u64, node: NodeId, finished: Vec<UnitReport>) -> CoordinatorReply {
         match self.registry.get(number) {
-            Some(stage_in) => stage_in.next_units(finished).await,
+            Some(stage_in) => stage_in.next_units(node, finished).await,
             None => CoordinatorReply::Over,
         }
     }
 
-    /// Answers a node's regular report.
-    pub(crate) fn report(&self, number: u64, node: NodeId, report: NodeReport) -> CoordinatorReply {
-        self.registry.report(number, node, report)
+    /// Answers a node's regular report. A new coordinator does not know at once how an earlier stage-in ends.
+    pub(crate) fn report(&self, number: u64, node: NodeId, report: NodeReport) -> Result<CoordinatorReply, SubscriptionError> {
+        if self.term.is_other() {
+            return Err(SubscriptionError::NotCoordinator);
+        }
+        Ok(match self.registry.report(number, node, report) {
+            CoordinatorReply::Abort if !self.term.is_ready() => CoordinatorReply::Wait,
+            reply => reply,
+        })
+    }
+
+    /// Returns the datasets of the session.
+    pub(crate) fn list_datasets(&self) -> Result<Vec<ListedDataset>, SubscriptionError> {
+        if !self.term.is_ready() {
+            return Err(SubscriptionError::NotCoordinator);
+        }
+        let listed = |dataset: &Arc<Dataset>| ListedDataset {
+            dataset: dataset.id(),
+            request: dataset.request(),
+            target: dataset.target().to_vec(),
+            len: dataset.catalog().header().file_len,
+            checksum: dataset.catalog_checksum(),
+        };
+        Ok(self.context.store.datasets().iter().map(listed).collect())
     }
 
     /// Fails a stage-in, because it failed on a node.
@@ -175,6 +199,10 @@ impl Registry {
         self.running().remove(&number);
     }
 
+    fn fail_all(&self, error: impl Fn() -> CoordinatorError) {
+        self.running().values().for_each(|stage_in| stage_in.fail(error()));
+    }
+
     fn set_published(&self, number: u64) {
         self.published.lock().unwrap_or_else(PoisonError::into_inner).insert(number);
     }
@@ -194,19 +222,20 @@ impl Registry {
 
 /// A claim on a target: until it is dropped, no other stage-in may have a target above, below or equal to it.
 struct TargetClaim<'a> {
-    targets: &'a Mutex<Vec<Vec<u8>>>,
+    targets: &'a Mutex<Vec<(Vec<u8>, u64)>>,
     target: Vec<u8>,
 }
 
 impl<'a> TargetClaim<'a> {
-    /// Claims a target, or returns the target that another stage-in has claimed and that overlaps this one.
-    fn new(targets: &'a Mutex<Vec<Vec<u8>>>, target: &[u8]) -> Result<Self, Vec<u8>> {
+    /// Claims a target for the request `id`, or returns the target that another stage-in has claimed and that overlaps this one, with
+    /// the number of that stage-in's request.
+    fn new(targets: &'a Mutex<Vec<(Vec<u8>, u64)>>, target: &[u8], id: u64) -> Result<Self, (Vec<u8>, u64)> {
         let mut claimed = targets.lock().unwrap_or_else(PoisonError::into_inner);
-        let overlaps = |other: &&Vec<u8>| other == &target || is_below(other, target) || is_below(target, other);
+        let overlaps = |(other, _): &&(Vec<u8>, u64)| other == target || is_below(other, target) || is_below(target, other);
         if let Some(other) = claimed.iter().find(overlaps) {
             return Err(other.clone());
         }
-        claimed.push(target.to_vec());
+        claimed.push((target.to_vec(), id));
         Ok(Self { targets, target: target.to_vec() })
     }
 }
@@ -214,7 +243,7 @@ impl<'a> TargetClaim<'a> {
 impl Drop for TargetClaim<'_> {
     fn drop(&mut self) {
         let mut claimed = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = claimed.iter().position(|target| *target == self.target) {
+        if let Some(at) = claimed.iter().position(|(target, _)| *target == self.target) {
             claimed.swap_remove(at);
         }
     }
@@ -236,12 +265,12 @@ mod tests {
     #[test]
     fn a_target_is_claimed_once_and_released() {
         let targets = Mutex::default();
-        let claim = TargetClaim::new(&targets, b"a/b").ok().unwrap();
+        let claim = TargetClaim::new(&targets, b"a/b", 7).ok().unwrap();
         for other in [&b"a/b"[..], b"a", b"a/b/c"] {
-            assert_eq!(TargetClaim::new(&targets, other).err().unwrap(), b"a/b");
+            assert_eq!(TargetClaim::new(&targets, other, 8).err().unwrap(), (b"a/b".to_vec(), 7));
         }
-        assert!(TargetClaim::new(&targets, b"a/bc").is_ok());
+        assert!(TargetClaim::new(&targets, b"a/bc", 8).is_ok());
         drop(claim);
-        assert!(TargetClaim::new(&targets, b"a").is_ok());
+        assert!(TargetClaim::new(&targets, b"a", 8).is_ok());
     }
 }

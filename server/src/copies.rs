@@ -22,6 +22,13 @@ pub(crate) enum CopyError {
     Job(#[from] JobLost),
 }
 
+impl CopyError {
+    /// Returns whether the holder cannot be reached, or does not answer.
+    pub(crate) fn is_absence(&self) -> bool {
+        matches!(self, Self::Peer(error) if error.is_absence())
+    }
+}
+
 /// Splits chunks into parts that one request may ask for.
 pub(crate) fn parts(dataset: &Dataset, chunks: impl IntoIterator<Item = Chunk>) -> Vec<Vec<Chunk>> {
     let (mut parts, mut bytes) = (Vec::<Vec<Chunk>>::new(), 0);

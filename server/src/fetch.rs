@@ -63,7 +63,7 @@ use crate::store::{ChunkInfo, Dataset};
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
-use takeover::{BadHolders, Loads, is_absence};
+use takeover::{BadHolders, Loads};
 use verify::{OwnerReply, Received};
 use without_arena::ReadsWithoutArena;
 
@@ -331,12 +331,12 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    is_silent = is_absence(&error);
-                    let others_can = self.can_ask_others(&dataset, &requested, owner, &error);
+                    is_silent = self.note_absence(owner, &error);
                     for number in remaining {
-                        outcomes[number] = Err(match others_can {
+                        let chunk = chunks[number];
+                        outcomes[number] = Err(match is_silent && self.has_other_source(&dataset, chunk) {
                             true => FetchError::AskOthers,
-                            false => read_error(&dataset, chunks[number], error.clone()),
+                            false => read_error(&dataset, chunk, error.clone()),
                         });
                     }
                     break;

@@ -87,6 +87,7 @@
 mod arena;
 pub mod blocking;
 mod cache_writer;
+mod catch_up;
 mod clients;
 mod coordinator;
 mod copies;
@@ -113,10 +114,11 @@ use std::sync::Arc;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 
+pub use catch_up::CatchUpError;
 pub use dayfly_stagein::StageInError;
 pub use dayfly_stagein::plan::check_sources;
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Obstacle, Options, Preference, agree, channel};
-pub use membership::JoinError;
+pub use membership::{Changes, Greeting, JoinError, Loss, Patience, Supervision, Tenure};
 pub use node::{Node, StartError};
 
 /// The configuration of one node.

@@ -3,10 +3,22 @@
 //! The roster and the agreed network travel down a tree: each node forwards them to the nodes below it, so that no node has to
 //! reach all others. The request to end a session goes from one node directly to all others, because nodes below a lost node
 //! must end too.
+//!
+//! # Parts
+//!
+//! Who is a member is decided by state machines without sockets or a clock, which tests explore exhaustively:
+//!
+//! - [`supervision`]: the supervisor's rules. It alone decides, and numbers its decisions: the membership epochs.
+//! - [`tenure`]: how long a server serves and publishes without hearing from the supervisor.
+//! - [`decision`]: how a stage-in is committed on all live nodes or on none, whoever is lost meanwhile.
+
+pub(crate) mod decision;
+mod supervision;
+mod tenure;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, START_TIMEOUT, TREE_WIDTH};
@@ -19,6 +31,8 @@ use tracing::Instrument;
 use crate::blocking::{Blocking, JobLost};
 use crate::peers::{PeerError, Peers};
 use crate::store::Store;
+pub use supervision::{Changes, Greeting, Loss, Patience, Supervision};
+pub use tenure::Tenure;
 
 /// Why a session could not start on all nodes.
 #[derive(Debug, thiserror::Error)]
@@ -68,12 +82,14 @@ pub(crate) struct Membership {
     /// Whether the nodes have agreed on a network, which is the last step of a session's start.
     has_begun: AtomicBool,
     has_ended: watch::Sender<bool>,
+    tenure: Mutex<Tenure>,
 }
 
 impl Membership {
     pub(crate) fn new(peers: Arc<Peers>, transport: Arc<dyn Transport>, store: Arc<Store>, blocking: Arc<dyn Blocking>) -> Self {
         Self {
             node: peers.own_node(),
+            tenure: Mutex::new(Tenure::new(peers.deadlines())),
             peers,
             transport,
             store,
@@ -116,6 +132,11 @@ impl Membership {
         self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)
     }
 
+    /// Returns this server's lease, as the server itself counts it.
+    pub(crate) fn tenure(&self) -> MutexGuard<'_, Tenure> {
+        self.tenure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Returns whether the session has begun on this node.
     pub(crate) fn has_begun(&self) -> bool {
         self.has_begun.load(Ordering::Acquire)
@@ -132,7 +153,7 @@ impl Membership {
     /// Ends the session on all other nodes except `spared`, and frees the space that this node uses. The caller ends the
     /// session on this node, with [`Self::end`], once the answer to the user has gone out.
     pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
-        let others = self.peers.nodes().filter(|node| *node != self.node && !spared.contains(&node.0));
+        let others = self.peers.live().into_iter().filter(|node| *node != self.node && !spared.contains(&node.0));
         let timeout = self.peers.deadlines().request;
         let asking = join_all(others.map(|node| self.peers.ask(node, AdministrationRequest::End, timeout)));
         let mut ending = Ending::default();

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::limits::BATCH_LEN_MAX;
@@ -20,10 +20,11 @@ use crate::Config;
 use crate::arena::Arena;
 use crate::blocking::{Blocking, Threads};
 use crate::cache_writer::CacheWriter;
+use crate::catch_up::{CatchUp, CatchUpError};
 use crate::clients::{ClientContext, ClientListener};
 use crate::coordinator::{Coordinator, CoordinatorContext};
 use crate::fetch::Fetcher;
-use crate::membership::{JoinError, Membership};
+use crate::membership::{JoinError, Membership, Tenure};
 use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
@@ -112,6 +113,7 @@ pub(crate) struct NodeParts {
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) coordinator: Arc<Coordinator>,
     membership: Arc<Membership>,
+    catch_up: Arc<CatchUp>,
     recovery_progress: Arc<RecoveryProgress>,
     status: Arc<StatusReporter>,
 }
@@ -156,6 +158,16 @@ impl NodeParts {
             transport: transport.clone(),
             blocking: blocking.clone(),
         }));
+        let membership = Arc::new(Membership::new(peers.clone(), transport.clone(), store.clone(), blocking.clone()));
+        let catch_up = Arc::new(CatchUp {
+            peers: peers.clone(),
+            store: store.clone(),
+            stage_ins: stage_ins.clone(),
+            arena: arena.clone(),
+            room: room.clone(),
+            blocking: blocking.clone(),
+            running: tokio::sync::Mutex::default(),
+        });
         let coordinator = Arc::new(Coordinator::new(CoordinatorContext {
             node,
             prefix: config.prefix.clone(),
@@ -165,9 +177,9 @@ impl NodeParts {
             room: room.clone(),
             peers: peers.clone(),
             stage_ins: stage_ins.clone(),
+            membership: membership.clone(),
             blocking: blocking.clone(),
         }));
-        let membership = Arc::new(Membership::new(peers.clone(), transport.clone(), store.clone(), blocking.clone()));
         let recovery_progress = Arc::<RecoveryProgress>::default();
         let status = Arc::new(StatusReporter {
             data_dirs: config.data_dirs.clone(),
@@ -201,6 +213,7 @@ impl NodeParts {
             stage_ins,
             coordinator,
             membership,
+            catch_up,
             recovery_progress,
             status,
         };
@@ -232,6 +245,7 @@ impl NodeParts {
                 membership: self.membership.clone(),
                 status: self.status.clone(),
                 room: self.room.clone(),
+                catch_up: self.catch_up.clone(),
                 last_answer: self.config.deadlines.last_answer,
             },
         }
@@ -317,6 +331,7 @@ impl Node {
             .map_err(|error| StartError::Socket { folder: parts.config.runtime_dir.clone(), error })?;
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
+        tasks.spawn(parts.coordinator.clone().follow_roster());
         tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
         tasks.spawn(parts.recovery().run());
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
@@ -352,9 +367,25 @@ impl Node {
         self.parts.membership.agree(agreement).await
     }
 
-    /// Takes a newer roster. Does nothing if this node has a roster that is as new, or if the session has not begun.
-    pub fn change_roster(&self, change: &RosterChange) {
+    /// Returns this node's lease, as the node itself counts it.
+    pub fn tenure(&self) -> MutexGuard<'_, Tenure> {
+        self.parts.membership.tenure()
+    }
+
+    /// Takes the members of a newer epoch. Returns whether this node has been lost and is a member again.
+    pub fn change_roster(&self, change: &RosterChange) -> bool {
+        let is_live = || self.parts.peers.roster().is_live(self.parts.config.node);
+        let was_live = is_live();
         self.parts.peers.change_roster(change);
+        !was_live && is_live()
+    }
+
+    /// Makes this node's datasets the same as the coordinator's, after this node was lost. Undoes stage-ins that were running.
+    ///
+    /// # Errors
+    /// The coordinator cannot be asked, or a dataset cannot be prepared.
+    pub async fn catch_up(&self) -> Result<(), CatchUpError> {
+        self.parts.catch_up.catch_up().await
     }
 
     /// Returns whether the session has begun on this node: the nodes have met and agreed on a network.

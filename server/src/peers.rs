@@ -69,6 +69,16 @@ pub(crate) enum PeerError {
 }
 
 impl PeerError {
+    /// Returns whether the error means that a node cannot be reached, or does not answer.
+    pub(crate) fn is_absence(&self) -> bool {
+        use TransportError::{Lost, Stuck, Timeout};
+        match self {
+            Self::Transport(error) => matches!(error, Lost { .. } | Timeout { .. } | Stuck { .. }),
+            Self::Rejected { rejection, .. } => rejection.kind == RejectionKind::PeerFailed,
+            _ => false,
+        }
+    }
+
     /// Converts the error into the rejection with which this node answers another node. A peer's rejection keeps its kind; most
     /// other errors mean that a peer failed.
     pub(crate) fn into_rejection(self) -> Rejection {
@@ -182,6 +192,11 @@ impl Peers {
     /// Returns all nodes of the session, this one and lost ones included.
     pub(crate) fn nodes(&self) -> impl Iterator<Item = NodeId> + use<> {
         (0..self.count() as u16).map(NodeId)
+    }
+
+    /// Returns the members that are not lost, this one included.
+    pub(crate) fn live(&self) -> Vec<NodeId> {
+        self.roster.borrow().live().collect()
     }
 
     pub(crate) fn address(&self, node: NodeId) -> Option<SocketAddr> {

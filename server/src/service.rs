@@ -44,7 +44,7 @@ impl Service for NodeService {
                 Ok(Answer { message: encode_sealed(&answered), pieces })
             }
             Request::Coordinator(request) => Ok(without_pieces(encode_sealed(&self.coordination.answer(from, request).await))),
-            Request::NodeStageIn(request) => Ok(without_pieces(encode_sealed(&self.stage_ins.answer(from, request).await))),
+            Request::NodeStageIn(request) => Ok(without_pieces(encode_sealed(&self.stage_ins.answer(request).await))),
             Request::Administration(request) => Ok(without_pieces(encode_sealed(&self.administration.answer(request).await))),
         }
     }

@@ -26,7 +26,7 @@ mod report;
 mod sink;
 mod workers;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -48,6 +48,7 @@ use tracing::Instrument;
 use crate::arena::{Arena, KeptNumbers};
 use crate::blocking::Blocking;
 use crate::ingest::Ingest;
+use crate::membership::decision::Promise;
 use crate::peers::Peers;
 use crate::room::{Room, StageInGuard};
 use crate::store::{Dataset, Drive, Reservation, Segments, Store};
@@ -84,6 +85,7 @@ impl StageInContext {
 pub(crate) struct NodeStageIns {
     context: Arc<StageInContext>,
     running: Mutex<HashMap<u64, Running>>,
+    promise: Mutex<Promise>,
 }
 
 /// A stage-in that is running on this node.
@@ -96,7 +98,8 @@ struct Running {
 /// The coordinator's announcement that a stage-in is beginning.
 pub(crate) struct StageInOrder {
     pub(crate) number: u64,
-    pub(crate) coordinator: NodeId,
+    /// The number of the user's request.
+    pub(crate) request: u64,
     pub(crate) selection: Selection,
     pub(crate) seed: u64,
     /// Source bytes that this node may read per second.
@@ -111,7 +114,7 @@ pub(crate) struct StageInOrder {
 
 impl NodeStageIns {
     pub(crate) fn new(context: StageInContext) -> Self {
-        Self { context: Arc::new(context), running: Mutex::default() }
+        Self { context: Arc::new(context), running: Mutex::default(), promise: Mutex::default() }
     }
 
     /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
@@ -174,6 +177,20 @@ impl NodeStageIns {
         Ok(self.context.room.make_headroom(0).await?)
     }
 
+    /// Admits a coordinator's request of this epoch, unless this node knows a newer epoch.
+    pub(crate) fn admit(&self, epoch: u32) -> Result<(), NodeStageInError> {
+        let mut promise = self.promise.lock().unwrap_or_else(PoisonError::into_inner);
+        // A roster that arrives later raises the promise before the next request is admitted.
+        let _ = promise.admit(self.context.peers.roster().epoch());
+        Ok(promise.admit(epoch)?)
+    }
+
+    /// Returns the stage-ins that have not ended here, and the datasets that are visible here.
+    pub(crate) fn inquired(&self) -> (Vec<u64>, Vec<DatasetId>) {
+        let open = self.running().keys().copied().collect();
+        (open, self.context.store.datasets().iter().map(|dataset| dataset.id()).collect())
+    }
+
     /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has already ended.
     pub(crate) async fn settle(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::settle).await.map(drop)
@@ -182,6 +199,18 @@ impl NodeStageIns {
     /// Ends a stage-in and undoes everything that it did. Does nothing if it has already ended.
     pub(crate) async fn abort(&self, number: u64) -> Result<(), NodeStageInError> {
         self.end(number, NodeStageIn::abort).await.map(drop)
+    }
+
+    /// Ends all stage-ins, because they have ended on the other nodes while this node was lost. Those whose datasets are in
+    /// `published` are settled, the others aborted.
+    pub(crate) async fn end_all(&self, published: &HashSet<DatasetId>) -> Result<(), NodeStageInError> {
+        for stage_in in self.all() {
+            match stage_in.is_visible() && published.contains(&stage_in.dataset()) {
+                true => self.settle(stage_in.number).await?,
+                false => self.abort(stage_in.number).await?,
+            }
+        }
+        Ok(())
     }
 
     async fn end(&self, number: u64, how: fn(&NodeStageIn)) -> Result<(), NodeStageInError> {
@@ -199,7 +228,7 @@ impl NodeStageIns {
 /// One node's part of a stage-in.
 pub(crate) struct NodeStageIn {
     number: u64,
-    coordinator: NodeId,
+    request: u64,
     seed: u64,
     selection: Selection,
     stored_share: Option<StoredShare>,
@@ -217,6 +246,8 @@ pub(crate) struct NodeStageIn {
     publication: Mutex<Publication>,
     /// Set once this node copies blocks.
     copying: Mutex<Option<Arc<Copying>>>,
+    /// Held while the catalog is prepared. The coordinator may ask again before the first request has ended.
+    preparing: tokio::sync::Mutex<()>,
     /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
     catalog_room: Mutex<Option<Reservation>>,
     catalog_drive: Arc<Drive>,
@@ -240,6 +271,8 @@ type Runs = Result<Arc<Vec<Run>>, Arc<NodeStageInError>>;
 struct Publication {
     catalog: Option<Arc<File>>,
     prepared: Option<Arc<Dataset>>,
+    /// The dataset that the prepared one will replace.
+    replaces: Option<DatasetId>,
     /// The dataset, once it is visible.
     visible: Option<DatasetId>,
     /// The dataset that the new one replaced, until the replacement is settled.
@@ -249,7 +282,7 @@ struct Publication {
 impl NodeStageIn {
     /// Reserves memory and creates the files of a stage-in. Blocks the calling thread.
     fn new(context: Arc<StageInContext>, order: StageInOrder) -> Result<Self, NodeStageInError> {
-        let StageInOrder { number, coordinator, selection, seed, max_rate, capacities, stored_share, .. } = order;
+        let StageInOrder { number, request, selection, seed, max_rate, capacities, stored_share, .. } = order;
         let (theirs, ours) = (capacities.len(), context.peers.count());
         if theirs != ours {
             return Err(NodeStageInError::OtherRoster { theirs, ours });
@@ -263,7 +296,7 @@ impl NodeStageIn {
         let ingest = Ingest::new(Arc::new(segments), catalog_drive.clone(), ingest_memory, monitor.clone());
         Ok(Self {
             number,
-            coordinator,
+            request,
             seed,
             selection,
             stored_share,
@@ -276,6 +309,7 @@ impl NodeStageIn {
             runs: watch::Sender::new(None),
             publication: Mutex::default(),
             copying: Mutex::default(),
+            preparing: tokio::sync::Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
             cancelled: SetOnce::new(),
@@ -295,6 +329,11 @@ impl NodeStageIn {
 
     fn deadlines(&self) -> &Deadlines {
         self.context.deadlines()
+    }
+
+    /// Returns the node that coordinates stage-ins now.
+    fn coordinator(&self) -> NodeId {
+        self.context.peers.roster().coordinator()
     }
 
     /// Returns whether it was known from the beginning that not all blocks fit.

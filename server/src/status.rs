@@ -119,13 +119,17 @@ impl StatusReporter {
     pub(crate) async fn session_status(&self) -> Status {
         let asking = self.peers.nodes().map(|node| async move {
             let address = self.peers.address(node).map_or_else(String::new, |address| address.to_string());
+            if let Some(lost_for) = self.peers.lost_for(node) {
+                let lost_for_ms = Some(lost_for.as_millis() as u64);
+                return NodeEntry { node, address, status: Err("it is lost".to_owned()), lost_for_ms };
+            }
             let timeout = self.peers.deadlines().request;
             let status = match self.peers.ask(node, AdministrationRequest::Status, timeout).await {
                 Ok(AdministrationReply::Status(status)) => Ok(*status),
                 Ok(_) => Err(PeerError::InvalidAnswer(node).to_string()),
                 Err(error) => Err(error.to_string()),
             };
-            NodeEntry { node, address, status }
+            NodeEntry { node, address, status, lost_for_ms: None }
         });
         let nodes = join_all(asking).await;
         let dataset = |dataset: &Arc<Dataset>| {

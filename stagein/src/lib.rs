@@ -49,7 +49,7 @@
 //! use dayfly_meta::wire::control::Selection;
 //! use dayfly_meta::wire::peer::Rival;
 //! use dayfly_stagein::StageInError;
-//! use dayfly_stagein::pipeline::{Batch, BlockPiece, DecoderLimits, Delivery, Sink, Worker, WorkerConfig};
+//! use dayfly_stagein::pipeline::{Batch, BlockPiece, DecoderLimits, Delivery, Reserved, Sink, Worker, WorkerConfig};
 //! use dayfly_stagein::plan::{PlanRequest, plan_sources};
 //! use dayfly_stagein::progress::ProgressMonitor;
 //! use dayfly_stagein::runs::RunWriter;
@@ -91,8 +91,8 @@
 //!         self.delivered.pop_front().ok_or(StageInError::Cancelled)
 //!     }
 //!
-//!     fn reserve(&mut self, _owner: NodeId, _len: u64, _rival: Rival) -> Result<Option<u32>, StageInError> {
-//!         Ok(None)
+//!     fn reserve(&mut self, _owner: NodeId, _len: u64, _rival: Rival) -> Result<Reserved, StageInError> {
+//!         Ok(Reserved::Full)
 //!     }
 //! }
 //!
@@ -131,7 +131,7 @@
 //! let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
 //! let mut worker = Worker::new(&mut sink, runs, config, monitor)?;
 //! let mut files = 0;
-//! while let NextUnits::Assigned(units) = ledger.assign_next()? {
+//! while let NextUnits::Assigned(units) = ledger.assign_next(NodeId(0))? {
 //!     for report in worker.run(&units)? {
 //!         files += ledger.record(report).accepted.iter().map(|counts| counts.files).sum::<u64>();
 //!     }

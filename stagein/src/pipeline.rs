@@ -19,6 +19,7 @@
 //! If a read fails, the sample is treated as if it had never existed. Its blocks may already be stored,
 //! but no member names them.
 
+mod absent;
 mod archive;
 mod batch;
 mod nested;
@@ -41,7 +42,7 @@ use dayfly_meta::wire::control::{Counts, Selection, Step};
 use dayfly_meta::wire::peer::{Rivalry, Unit, UnitReport, Work};
 
 pub use batch::{Batch, BatchTable, BlockPiece};
-pub use sink::{Delivery, Sink};
+pub use sink::{Delivery, Reserved, Sink};
 
 use crate::StageInError;
 use crate::path_conflicts::SuspectPaths;
@@ -76,6 +77,8 @@ pub struct Worker<S: Sink> {
     placement: Arc<Placement>,
     /// Nodes that had no room for a block. This worker gives their blocks to the next candidates.
     full: NodeSet,
+    /// Nodes that did not answer. They are in `full`, too.
+    absent: NodeSet,
     /// Batches that are being filled, at most one per owner.
     open: BTreeMap<NodeId, Batch<S::Buffer>>,
     /// Members that are not in a run yet. Batches refer to them by index.
@@ -138,6 +141,7 @@ impl<S: Sink> Worker<S> {
             sink,
             placement: config.placement,
             full: NodeSet::new(),
+            absent: NodeSet::new(),
             open: BTreeMap::new(),
             members: Vec::new(),
             members_len: 0,

@@ -109,8 +109,23 @@ pub(crate) struct Observer {
     pub(crate) reader: Option<usize>,
 }
 
-/// Returns true if `event` explains why `observer`, in the operation `what`, saw an error that names `cause` and `nodes`.
-pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], observer: Observer) -> bool {
+/// An error of an operation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Observed<'a> {
+    /// The operation.
+    pub(crate) what: &'a str,
+    /// The cause that the error names.
+    pub(crate) cause: Cause,
+    /// The nodes that the error names.
+    pub(crate) nodes: &'a [u16],
+    /// Whether the operation reads samples that every node can read from their source. The loss of a node is no reason for an error
+    /// then, except on that node.
+    pub(crate) has_source: bool,
+}
+
+/// Returns true if `event` explains why `observer` saw an error.
+pub(crate) fn explains(event: Event, observed: Observed<'_>, observer: Observer) -> bool {
+    let Observed { what, cause, nodes, has_source } = observed;
     let fault = match event {
         // No read of the new version may fail. A listing of all datasets may encounter a name that was just removed.
         Event::Replaced(old) => {
@@ -122,18 +137,18 @@ pub(crate) fn explains(event: Event, what: &str, cause: Cause, nodes: &[u16], ob
     match fault {
         // A stopped node misses the answers of its peers, and they miss its answers.
         Fault::Stop(Victim::Server(node)) => match cause {
-            Cause::NodeLost => nodes.contains(&node) || observer.node == node,
+            Cause::NodeLost => nodes.contains(&node) && !has_source || observer.node == node,
             Cause::OwnServer => observer.node == node,
-            Cause::Io => true,
+            Cause::Io => !has_source || observer.node == node,
             _ => false,
         },
         Fault::KillServer(node) => match cause {
-            Cause::NodeLost => nodes.contains(&node) || observer.node == node,
+            Cause::NodeLost => nodes.contains(&node) && !has_source || observer.node == node,
             Cause::OwnServer => observer.node == node,
             // A server that exits on its own reports that its data is gone.
-            Cause::Gone => observer.node == node || nodes.contains(&node),
+            Cause::Gone => observer.node == node || nodes.contains(&node) && !has_source,
             Cause::NoName => observer.node == node && observer.reader.is_none(),
-            Cause::Io => true,
+            Cause::Io => !has_source || observer.node == node,
             _ => false,
         },
         // A server revokes the leases of a reader that does not drain its socket.
@@ -172,18 +187,21 @@ fn a_message_is_classified_by_its_cause_and_its_nodes() {
 #[test]
 fn a_fault_of_one_node_explains_only_errors_that_concern_that_node() {
     let observer = Observer { node: 0, reader: Some(READERS - 1) };
-    let killed = Event::Fault(Fault::KillServer(2));
-    assert!(explains(killed, "", Cause::NodeLost, &[2], observer));
-    assert!(!explains(killed, "", Cause::NodeLost, &[1], observer));
-    assert!(!explains(killed, "", Cause::Drive, &[2], observer));
+    let explains = |event: Event, what: &str, cause: Cause, nodes: &[u16], has_source: bool| {
+        explains(event, Observed { what, cause, nodes, has_source }, observer)
+    };
+    for lost in [Event::Fault(Fault::KillServer(2)), Event::Fault(Fault::Stop(Victim::Server(2)))] {
+        assert!(explains(lost, "", Cause::NodeLost, &[2], false));
+        assert!(!explains(lost, "", Cause::NodeLost, &[1], false));
+        assert!(!explains(lost, "", Cause::Drive, &[2], false));
+        assert!(!explains(lost, "", Cause::NodeLost, &[2], true), "other nodes can read the source");
+        assert!(!explains(lost, "", Cause::Io, &[], true), "other nodes can read the source");
+    }
     let drive = Event::Fault(Fault::Drive(Victim::Server(2), Drive::ReadFails { nth: 1 }));
-    assert!(explains(drive, "", Cause::Drive, &[2], observer));
-    assert!(!explains(drive, "", Cause::NodeLost, &[2], observer), "a failing drive does not make its node lost");
+    assert!(explains(drive, "", Cause::Drive, &[2], true));
+    assert!(!explains(drive, "", Cause::NodeLost, &[2], false), "a failing drive does not make its node lost");
     let replaced = Event::Replaced(Version { tag: 1, generation: 3 });
-    assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], observer));
-    assert!(
-        !explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], observer),
-        "reads of the new version must not fail"
-    );
-    assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], observer));
+    assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], true));
+    assert!(!explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], true), "reads of the new version must not fail");
+    assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], false));
 }

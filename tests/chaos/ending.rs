@@ -41,7 +41,7 @@ impl Run {
         self.nothing_is_left()
     }
 
-    /// Reads every file from every live node, except for blocks that dead nodes hold. Retries errors until the aftermath of the
+    /// Reads every file from every live node, except for blocks that only dead nodes have. Retries errors until the aftermath of the
     /// last fault must be over.
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;
@@ -54,11 +54,13 @@ impl Run {
             for attempt in 0.. {
                 let errors = self.read_from(node.0, attempt)?;
                 let dead = &self.dead;
-                let is_of_dead = |error: &&String| {
-                    classify(error)
-                        .is_some_and(|(cause, nodes)| cause == Cause::NodeLost && nodes.iter().any(|node| dead.contains(node)))
+                let is_of_dead = |(what, error): &&(String, String)| {
+                    let is_of = |(cause, nodes): (Cause, Vec<u16>)| {
+                        cause == Cause::NodeLost && nodes.iter().any(|node| dead.contains(node))
+                    };
+                    !self.has_source(what) && classify(error).is_some_and(is_of)
                 };
-                let Some(error) = errors.iter().find(|error| !is_of_dead(error)) else { break };
+                let Some((_, error)) = errors.iter().find(|error| !is_of_dead(error)) else { break };
                 if Instant::now() > deadline {
                     return Err(format!("STAYS BROKEN: node {node}: {} errors, the first: {error}", errors.len()));
                 }
@@ -68,15 +70,15 @@ impl Run {
         Ok(())
     }
 
-    /// Reads every file from a node and returns the errors.
-    fn read_from(&mut self, node: u16, attempt: u32) -> Result<Vec<String>, String> {
+    /// Reads every file from a node and returns the operations that failed, with their errors.
+    fn read_from(&mut self, node: u16, attempt: u32) -> Result<Vec<(String, String)>, String> {
         let task = readers::task(self.cluster(), self.schedule.seed, READERS, attempt, node, None, &self.stop);
         let mut reader = Reader::start(self.cluster(), task);
         let (mut errors, mut failures, mut is_finished) = (Vec::new(), Vec::new(), false);
         reader.wait(|reader| {
             for line in reader.look(&mut failures) {
                 match line {
-                    Line::Done { error: Some(error), .. } => errors.push(error),
+                    Line::Done { what, error: Some(error), .. } => errors.push((what, error)),
                     Line::Finished => is_finished = true,
                     _ => {}
                 }

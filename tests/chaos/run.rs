@@ -1,6 +1,6 @@
 //! Performs one run: a session of four nodes, readers on all nodes, and the steps of a schedule. The first failure ends the run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -11,7 +11,7 @@ use nix::sys::signal::Signal;
 use dayfly_client::locate::SessionFolder;
 use dayfly_meta::id::NodeId;
 
-use crate::causes::{Event, Interval, Observer, classify, explains};
+use crate::causes::{Event, Interval, Observed, Observer, classify, explains};
 use crate::data::{Contents, Version};
 use crate::deadlines;
 use crate::harness::{Cluster, Ground, signal, strace, text};
@@ -20,7 +20,7 @@ use crate::leftovers::{Descriptors, taken};
 use crate::log::Line;
 use crate::reader::{now_ms, visible};
 use crate::readers::{self, Reader};
-use crate::schedule::{Fault, NODES, READERS, STOPPED_FOR_GOOD, Schedule, StageIn, Step, Twist, Victim};
+use crate::schedule::{Fault, NODES, READERS, STOPPED_UNTIL_LOST, Schedule, StageIn, Step, Twist, Victim};
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
 
 /// The size of the file system that a run mounts as its data dir, if it can mount one. The file system has room for a few datasets
@@ -49,6 +49,8 @@ pub(crate) struct Run {
     pub(crate) stop: PathBuf,
     /// The visible version of each tag.
     pub(crate) visible: BTreeMap<u8, Version>,
+    /// The versions whose samples every node can read from their sources.
+    pub(crate) with_sources: BTreeSet<Version>,
     pub(crate) dead: Vec<u16>,
     pub(crate) is_over: bool,
     pub(crate) intervals: Vec<Interval>,
@@ -96,6 +98,7 @@ impl Run {
             readers: Vec::new(),
             stop,
             visible: BTreeMap::new(),
+            with_sources: BTreeSet::new(),
             dead: Vec::new(),
             is_over: false,
             intervals: Vec::new(),
@@ -127,6 +130,9 @@ impl Run {
             let old = self.visible.get(&plan.version.tag).copied();
             if let Some(old) = old {
                 self.begin(Event::Replaced(old));
+            }
+            if plan.leaves_a_readable_source() {
+                self.with_sources.insert(plan.version);
             }
             RunningStageIn::start(self.cluster.as_ref().unwrap(), &mut self.contents, plan, old.is_some())
         });
@@ -161,28 +167,29 @@ impl Run {
         stage_in: &mut Option<RunningStageIn>,
         ended: &mut Option<Ended>,
     ) -> Result<(), String> {
-        let is_for_good = lasts == STOPPED_FOR_GOOD;
+        let is_until_lost = lasts == STOPPED_UNTIL_LOST;
         let lasts = deadlines::of_schedule(lasts);
         let pid = self.pid_of(fault);
         self.begin(Event::Fault(fault));
         match fault {
             Fault::Stop(victim) => {
                 let Some(pid) = pid else { return Ok(()) };
-                if let (Victim::Server(node), true) = (victim, is_for_good) {
-                    self.dead.push(node);
-                    self.begin(Event::Fault(Fault::KillServer(node)));
-                }
                 let begin = Instant::now();
                 self.signal(victim, pid, Signal::SIGSTOP);
-                let passed = self.pass(lasts, stage_in, ended);
+                let mut passed = self.pass(lasts, stage_in, ended);
+                if let (Victim::Server(node), true, true) = (victim, is_until_lost, passed.is_ok()) {
+                    let is_lost = |run: &Self| run.is_lost(node) == Some(true);
+                    passed =
+                        self.wait_until("a stopped server is declared lost", deadlines::of_lease(), stage_in, ended, is_lost);
+                }
                 self.signal(victim, pid, Signal::SIGCONT);
                 if let Victim::Reader(reader) = victim {
                     self.readers[reader].was_stopped(begin.elapsed());
                 }
                 passed?;
-                if let (Victim::Server(node), true) = (victim, is_for_good) {
-                    let gone = |run: &Self| !run.location.live_nodes().contains(&NodeId(node));
-                    self.wait_until("a server exits after it was declared lost", deadlines::of_lease(), stage_in, ended, gone)?;
+                if let (Victim::Server(node), true) = (victim, is_until_lost) {
+                    let is_back = |run: &Self| run.is_lost(node) == Some(false);
+                    self.wait_until("a server returns after it was lost", deadlines::of_lease(), stage_in, ended, is_back)?;
                 }
             }
             Fault::KillReader(reader) => {
@@ -228,6 +235,17 @@ impl Run {
             stage_in.disturbed = Instant::now();
         }
         Ok(())
+    }
+
+    /// Returns whether another node counts a node as lost; `None` if that is not known.
+    fn is_lost(&self, node: u16) -> Option<bool> {
+        let asked = (0..NODES).find(|other| *other != node && !self.dead.contains(other))?;
+        let mut command = self.cluster().dayfly();
+        command.args(["status", "--json"]).env("DAYFLY_SESSION", &self.cluster().id).env("DAYFLY_NODE", asked.to_string());
+        // The command fails if a node does not answer and is not lost.
+        let output = crate::harness::output_of(&mut command);
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).ok()?;
+        Some(status["nodes"][usize::from(node)]["lost_for_ms"].is_u64())
     }
 
     fn pid_of(&self, fault: Fault) -> Option<i32> {
@@ -344,9 +362,14 @@ impl Run {
     ) -> Option<&'static str> {
         let Some((cause, nodes)) = classify(error) else { return Some("NO CAUSE") };
         let is_then = |interval: &&Interval| interval.begin_ms <= end_ms && interval.end_ms.is_none_or(|end| end >= begin_ms);
-        let is_explained =
-            self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, what, cause, &nodes, observer));
+        let observed = Observed { what, cause, nodes: &nodes, has_source: self.has_source(what) };
+        let is_explained = self.intervals.iter().filter(is_then).any(|interval| explains(interval.event, observed, observer));
         if is_explained { None } else { Some("UNEXPLAINED") }
+    }
+
+    /// Returns whether an operation reads samples that every node can read from their sources.
+    pub(crate) fn has_source(&self, what: &str) -> bool {
+        self.with_sources.iter().any(|version| what.contains(&version.path_of_all()))
     }
 
     fn begin(&mut self, event: Event) {
@@ -367,15 +390,16 @@ impl Run {
         let outcome = format!("{plan:?} {result}: {}", ended.message.trim());
         match expected {
             Expected::Success if !ended.is_success => return Err(format!("FAILED for no reason: {outcome}")),
-            Expected::Failure if ended.is_success => return Err(format!("SUCCEEDED although a node is dead: {outcome}")),
+            Expected::Failure if ended.is_success => return Err(format!("SUCCEEDED although its server is dead: {outcome}")),
             _ => {}
         }
         let is_source = matches!(plan.twist, Twist::SourceVanishes(_) | Twist::SourceShrinks(_));
         if !ended.is_success && !ended.was_interrupted {
             let Some((cause, nodes)) = classify(&ended.message) else { return Err(format!("NO CAUSE: {outcome}")) };
             let observer = Observer { node: plan.node, reader: None };
+            let observed = Observed { what: "", cause, nodes: &nodes, has_source: false };
             let is_explained = is_source && cause == crate::causes::Cause::Source
-                || self.intervals.iter().any(|interval| explains(interval.event, "", cause, &nodes, observer));
+                || self.intervals.iter().any(|interval| explains(interval.event, observed, observer));
             if !is_explained {
                 return Err(format!("UNEXPLAINED: {outcome}"));
             }

@@ -11,8 +11,9 @@ pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;
 const STEPS: usize = 7;
 const TAGS: u8 = 3;
-/// By the time a server has been stopped for this long, its peers and the supervisor have declared it lost.
-pub(crate) const STOPPED_FOR_GOOD: u32 = 1600;
+/// By the time a server has been stopped for this long, the supervisor has declared it lost (`lost_after` is six times as long as the
+/// deadline after which a peer is lost).
+pub(crate) const STOPPED_UNTIL_LOST: u32 = 7000;
 
 /// The full plan of a run.
 #[derive(Clone, Debug, PartialEq)]
@@ -78,6 +79,13 @@ pub(crate) struct StageIn {
     /// The stage-in's rate limit in MB/s. Without a limit, the stage-in would finish before a fault could hit it.
     pub(crate) rate: Option<u32>,
     pub(crate) twist: Twist,
+}
+
+impl StageIn {
+    /// Returns whether any node can read the samples from the source again, one by one.
+    pub(crate) fn leaves_a_readable_source(&self) -> bool {
+        self.form != Form::TarGz && !matches!(self.twist, Twist::SourceVanishes(_) | Twist::SourceShrinks(_))
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -167,10 +175,10 @@ impl Schedule {
             // Most stops are shorter than the time after which a peer is lost.
             let lasts = if random.random_ratio(1, 5) { random.random_range(500..800) } else { random.random_range(40..400) };
             let lasts = match fault {
-                // The server's peers and the supervisor declare it lost, and it exits.
+                // The supervisor declares the server lost. It returns when it continues.
                 Some(Fault::Stop(Victim::Server(node))) if number > 2 && killed.is_empty() && random.random_ratio(1, 4) => {
                     killed.push(node);
-                    STOPPED_FOR_GOOD
+                    STOPPED_UNTIL_LOST
                 }
                 Some(Fault::Stop(Victim::Reader(_))) if random.random_ratio(1, 3) => random.random_range(1100..1600),
                 _ => lasts,

@@ -145,7 +145,7 @@ fn shrink(source: &Path) {
 /// Returns the result that the stage-in of a step must have, given the nodes that are dead when it begins.
 pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
     let Some(stage_in) = step.stage_in else { return Expected::Either };
-    if !dead.is_empty() {
+    if dead.contains(&stage_in.node) {
         return Expected::Failure;
     }
     let is_harmless = match step.fault {
@@ -153,6 +153,8 @@ pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
         | Some(Fault::Tune(_) | Fault::KillReader(_) | Fault::Stop(Victim::Reader(_)) | Fault::Drive(Victim::Reader(_), _)) => {
             true
         }
+        // It goes on without the node, or begins again.
+        Some(Fault::KillServer(node)) => node != stage_in.node,
         Some(_) => false,
     };
     if is_harmless && stage_in.twist == Twist::None { Expected::Success } else { Expected::Either }

@@ -142,8 +142,11 @@ impl Inside {
         let address = self.servers[usize::from(node)].address();
         // Only a member that returns has a new incarnation.
         let member = RosterMember { address, incarnation: self.epoch - u32::from(is_lost), is_lost };
-        let change = RosterChange { epoch: self.epoch, members: vec![(node, member)] };
-        self.servers.iter().for_each(|server| server.change_roster(&change));
+        let coordinator = u16::from(node == 0 && is_lost);
+        let change = RosterChange { epoch: self.epoch, coordinator, members: vec![(node, member)] };
+        for server in &self.servers {
+            server.change_roster(&change);
+        }
     }
 
     pub(crate) fn view(&self, node: u16) -> View {
@@ -192,7 +195,7 @@ impl Inside {
         let mut outcome = None;
         let see = &mut |event| match event {
             Event::StagedIn(summary) => outcome = Some(Ok(*summary)),
-            Event::Failed { reason } => outcome = Some(Err(reason)),
+            Event::Failed { reason, .. } => outcome = Some(Err(reason)),
             _ => {}
         };
         self.view(0).session().control(Command::StageIn(request), see).unwrap();

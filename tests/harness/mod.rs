@@ -197,6 +197,14 @@ impl Cluster {
         self.ok(&[&["stage-in"], &sources[..], &[target]].concat());
     }
 
+    /// Packs a folder of the ground as a compressed tar, and stages that in. Samples of a compressed tar cannot be read again by
+    /// themselves, so only their owners can serve them: reads fail while the owner does not answer.
+    pub(crate) fn stage_compressed(&self, folder: &str, target: &str) {
+        let archive = self.at(format!("{folder}.tar.gz"));
+        pack(&archive, &self.at(folder), &[]);
+        self.stage(&[&archive], target);
+    }
+
     /// Ends the session with `dayfly down`, and asserts that nothing is left.
     pub(crate) fn down(self) {
         self.ok(&["down"]);

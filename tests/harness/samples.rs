@@ -22,14 +22,25 @@ pub(crate) fn content(number: usize, len: usize) -> Vec<u8> {
 
 /// Starts a session, and stages in the files `d/0`, `d/1` … with these lengths.
 pub(crate) fn session(nodes: u16, options: &[&str], lens: &[usize]) -> Cluster {
+    let cluster = session_with_files(nodes, options, lens);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster
+}
+
+/// Like [`session`], but only the owner of a block can serve the block.
+pub(crate) fn session_without_origins(nodes: u16, options: &[&str], lens: &[usize]) -> Cluster {
+    let cluster = session_with_files(nodes, options, lens);
+    cluster.stage_compressed("d", "/dayfly/d");
+    cluster
+}
+
+fn session_with_files(nodes: u16, options: &[&str], lens: &[usize]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
     for (number, &len) in lens.iter().enumerate() {
         fs::write(ground.at(format!("d/{number}")), content(number, len)).unwrap();
     }
-    let cluster = ground.up_with(nodes, options);
-    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    cluster
+    ground.up_with(nodes, options)
 }
 
 pub(crate) fn path(number: usize) -> Vec<u8> {

@@ -4,6 +4,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::status::{Policy, Status};
 pub use crate::catalog::Grouping;
+use crate::id::NodeId;
 use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command that a client sends on its connection to the server.
@@ -105,6 +106,16 @@ pub enum Event {
     Planned(StageInEstimate),
     /// The progress of the stage-in.
     Progress(Progress),
+    /// A node was lost. The stage-in goes on: other nodes read what it had read.
+    WentOn {
+        /// The lost node.
+        node: NodeId,
+    },
+    /// A node was lost or did not answer, and the stage-in begins again.
+    Restarted {
+        /// What happened, for the user.
+        reason: String,
+    },
     /// The stage-in has succeeded, and the dataset is visible on all nodes.
     StagedIn(Box<Summary>),
     /// The state of the session.
@@ -124,7 +135,16 @@ pub enum Event {
     Failed {
         /// A message for the user.
         reason: String,
+        /// Whether a node was lost or did not answer, so that another attempt may succeed.
+        can_restart: bool,
     },
+}
+
+impl Event {
+    /// Returns whether no further event follows this one.
+    pub fn is_last(&self) -> bool {
+        !matches!(self, Self::Planned(_) | Self::Progress(_) | Self::WentOn { .. } | Self::Restarted { .. })
+    }
 }
 
 /// An estimate of what a stage-in will need, and the space that is free.

@@ -29,7 +29,7 @@ use super::{InvalidMessage, decode_sealed};
 
 pub use administration::{AdministrationReply, AdministrationRequest, AgreedNetwork};
 pub use conflicts::{Rival, Rivalry, Sighting, SuspectPath};
-pub use coordination::{CoordinatorReply, CoordinatorRequest};
+pub use coordination::{CoordinatorReply, CoordinatorRequest, ListedDataset};
 pub use offers::{Damaged, OfferReply, OfferRequest, ShippedBlock};
 pub use reads::{MissingChunk, ReadReply, ReadRequest, WhyMissing};
 pub use rejection::{Answered, Rejection, RejectionKind};

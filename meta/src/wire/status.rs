@@ -112,6 +112,8 @@ pub struct NodeEntry {
     pub address: String,
     /// The node's state, or the reason why it did not report one.
     pub status: Result<NodeStatus, String>,
+    /// Milliseconds since the supervisor declared the node lost; `None` for a member that is not lost.
+    pub lost_for_ms: Option<u64>,
 }
 
 /// How a node reaches its peers.

@@ -2,11 +2,14 @@
 //!
 //! Each server connects to the supervisor and sends [`FromServer::Hello`]. The supervisor answers
 //! with the node number, collects the addresses, and has node 0 connect all servers. From then on
-//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`].
+//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`]. A server whose
+//! channel breaks dials again and sends [`FromServer::Resume`]. One that was lost in the meantime is
+//! told to [return](FromSupervisor::Return), and is a member again after [`FromServer::CaughtUp`].
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 
+use dayfly_meta::roster::RosterChange;
 use dayfly_server::channel::{Receiver, Sender};
 use dayfly_server::{Ability, Agreement};
 use serde::de::DeserializeOwned;
@@ -33,6 +36,10 @@ pub(crate) enum FromServer {
     Ready,
     /// A heartbeat of the server.
     Alive,
+    /// The first message of a server that has lost its control channel and has dialed again.
+    Resume { node: u16, incarnation: u32 },
+    /// The server has caught up with the session, and can be a member again.
+    CaughtUp { incarnation: u32, address: SocketAddr },
     /// The server ends because it was asked to.
     Ended,
     /// The server cannot start, or cannot continue.
@@ -53,6 +60,10 @@ pub(crate) enum FromSupervisor {
     Agree(Agreement),
     /// Heartbeat: the session continues.
     Renew,
+    /// The members have changed.
+    Change(RosterChange),
+    /// The server was lost. To be a member again, it catches up with the session as this incarnation.
+    Return { incarnation: u32, change: RosterChange },
     /// The session ends.
     End,
 }

@@ -26,6 +26,8 @@ pub struct SessionOptions {
     pub recovery_rate: Option<u64>,
     /// How long a stage-in may stand still before it fails. `None`: the default.
     pub stage_in_timeout: Option<Duration>,
+    /// How long a server may be silent before it counts as lost. `None`: the default.
+    pub lost_after: Option<Duration>,
     /// The absolute path below which programs see the namespace.
     pub prefix: Vec<u8>,
     /// How nodes reach each other.
@@ -59,6 +61,7 @@ impl Default for SessionOptions {
             pfs_streams: None,
             recovery_rate: None,
             stage_in_timeout: None,
+            lost_after: None,
             prefix: b"/dayfly".to_vec(),
             transport: Preference::Auto,
             rdma_device: None,

@@ -56,6 +56,11 @@ impl SessionPlan {
         if let Some(timeout) = options.stage_in_timeout {
             deadlines.stall = timeout;
         }
+        if let Some(lost_after) = options.lost_after {
+            deadlines.lost_after = lost_after;
+            // A server stops publishing before it counts as lost.
+            deadlines.publish_lease = deadlines.publish_lease.min(lost_after * 2 / 3);
+        }
         deadlines.check().map_err(LaunchError::Deadlines)?;
         let allocation = allocation::choose(&options.launch)?;
         if allocation.is_fallback {

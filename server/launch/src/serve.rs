@@ -6,6 +6,7 @@
 //! unless other servers on this machine are still using them.
 
 mod environment;
+mod follow;
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -16,7 +17,6 @@ use std::path::Path;
 use std::sync::Arc;
 
 use dayfly_client::locate::{SessionFolder, Watch};
-use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_server::channel::{self, Channel, Receiver, Sender};
 use dayfly_server::{Choice, Config, Key, Node, Options};
@@ -24,9 +24,7 @@ use nix::fcntl::{Flock, FlockArg};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::unistd::{dup2_stderr, dup2_stdout};
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::mpsc;
-use tokio::task::JoinSet;
-use tokio::time::{Duration, Instant, MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{Duration, Instant, sleep, timeout};
 use tracing::{Instrument, info_span};
 use zeroize::Zeroizing;
 
@@ -39,6 +37,7 @@ use crate::launchers;
 use crate::node_names::{own_addresses, own_host_name};
 use crate::processes::LauncherProcesses;
 use environment::ServerEnvironment;
+use follow::{Dialer, Follower, Parting};
 
 /// Maximum number of runtime threads, which move messages. Everything that blocks runs on threads for blocking work.
 const RUNTIME_THREADS_MAX: usize = 4;
@@ -49,8 +48,6 @@ const INVITATION_LEN_MAX: usize = 1 << 20;
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(300);
 /// How long a server tries to connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// Maximum number of the supervisor's instructions that wait to be carried out.
-const INSTRUCTIONS_WAITING_MAX: usize = 4;
 
 /// A server that has its invitation but has not contacted the supervisor yet.
 pub struct InvitedServer {
@@ -139,7 +136,7 @@ async fn join(session: SessionId, invitation: Invitation) -> Result<(), LaunchEr
     let key = Arc::new(Key::new(*invitation.key));
     let mut below = start_below(&invitation)?;
     let names = node_names(&invitation);
-    let Channel { mut sender, receiver, local, .. } = tokio::select! {
+    let Channel { mut sender, receiver, local, far } = tokio::select! {
         channel = connect(session, &key, &invitation, &names) => channel?,
         _ = terminate.recv() => return Err(LaunchError::Terminated),
     };
@@ -160,7 +157,7 @@ async fn join(session: SessionId, invitation: Invitation) -> Result<(), LaunchEr
         });
     }
     let (location, folders) = (environment.location.clone(), environment.session_folders());
-    let supervisor = SupervisorLink { sender, receiver, local };
+    let supervisor = SupervisorLink { sender, receiver, local, far };
     let served = wait_and_serve(session, key, &invitation, environment, names, terminate, supervisor).await;
     // If several servers share this machine, only the last one succeeds.
     cleanup::remove_if_dead(&location)?;
@@ -209,6 +206,8 @@ struct SupervisorLink {
     receiver: Receiver,
     /// This end's address.
     local: IpAddr,
+    /// The supervisor's address.
+    far: IpAddr,
 }
 
 /// Waits for the node number, starts the server and serves.
@@ -219,7 +218,7 @@ async fn wait_and_serve(
     environment: ServerEnvironment,
     names: Vec<String>,
     mut terminate: Signal,
-    SupervisorLink { mut sender, mut receiver, local }: SupervisorLink,
+    SupervisorLink { mut sender, mut receiver, local, far }: SupervisorLink,
 ) -> Result<(), LaunchError> {
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
@@ -238,13 +237,25 @@ async fn wait_and_serve(
     };
     let span = info_span!("node", %session, node);
     let listen = listen.unwrap_or(local);
+    let dialer = Dialer {
+        session,
+        key: key.clone(),
+        deadlines: invitation.settings.deadlines,
+        supervisor: addresses_reached(&invitation.supervisor, far),
+    };
     match start(session, key, invitation, environment, NodeId(node), listen).instrument(span.clone()).await {
-        Ok(serving) => serving.run(sender, receiver, terminate, invitation).instrument(span).await,
+        Ok(serving) => serving.run(NodeId(node), dialer, (sender, receiver), terminate, invitation).instrument(span).await,
         Err(error) => {
             report_failure(&mut sender, names, &error).await;
             Ok(())
         }
     }
+}
+
+/// Returns the supervisor's addresses at `far`, where it was reached; all of them if it was reached another way.
+fn addresses_reached(supervisor: &[SocketAddr], far: IpAddr) -> Vec<SocketAddr> {
+    let reached: Vec<SocketAddr> = supervisor.iter().copied().filter(|address| address.ip() == far).collect();
+    if reached.is_empty() { supervisor.to_vec() } else { reached }
 }
 
 /// Reports a failure to the supervisor. The process still exits with status 0, because some
@@ -328,8 +339,9 @@ impl Serving {
     /// Serves until the session ends on this node, and then frees everything.
     async fn run(
         self,
-        mut sender: Sender,
-        receiver: Receiver,
+        node: NodeId,
+        dialer: Dialer,
+        (mut sender, receiver): (Sender, Receiver),
         mut terminate: Signal,
         invitation: &Invitation,
     ) -> Result<(), LaunchError> {
@@ -338,6 +350,8 @@ impl Serving {
         let server = &server;
         send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let (mut loss, patience) = (None, invitation.settings.deadlines.lease_interval);
+        let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;
+        let mut follower = Follower::new(server, node, dialer, sender, receiver);
         let cause = tokio::select! {
             () = server.ended() => "a client or a peer asked for it",
             () = terminated(&mut terminate, invitation.is_job_step) => "SIGTERM",
@@ -347,9 +361,9 @@ impl Serving {
                 "its folder is gone"
             }
             cause = async {
-                match follow_supervisor(server, &mut sender, receiver, invitation).await {
+                match follower.follow(start_ticks).await {
                     Parting::Ended(cause) => cause,
-                    Parting::Lost(cause) => stay(&location, Duration::from_millis(invitation.keep_ms), cause).await,
+                    Parting::Lost(cause) => stay(server, &location, Duration::from_millis(invitation.keep_ms), cause).await,
                 }
             } => cause,
         };
@@ -358,7 +372,7 @@ impl Serving {
             // The supervisor gets the reason before this server frees its blocks, because reads on
             // other nodes fail after that. The supervisor ends the other nodes, and informs the user.
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
-            let _ = timeout(patience, send(&mut sender, &failed)).await;
+            follower.tell(&failed).await;
         }
         // Frees the space first, because a manager may kill this process soon.
         server.free_all();
@@ -366,8 +380,7 @@ impl Serving {
             // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
-        // A supervisor that is gone does not need to know.
-        let _ = send(&mut sender, &FromServer::Ended).await;
+        follower.tell(&FromServer::Ended).await;
         server.close();
         tracing::info!(cause, "the session has ended on this node");
         drop(locks);
@@ -377,11 +390,12 @@ impl Serving {
 
 /// Serves for the time `keep` without a supervisor, so that the next job can use the session.
 /// Returns why the server ends.
-async fn stay(location: &SessionFolder, keep: Duration, cause: &'static str) -> &'static str {
+async fn stay(server: &Node, location: &SessionFolder, keep: Duration, cause: &'static str) -> &'static str {
     if keep.is_zero() {
         return cause;
     }
     tracing::info!(cause, seconds = keep.as_secs(), "the session continues without its supervisor");
+    server.tenure().go_on_alone();
     // The session's job is over. Without this, the next job's commands would not find the session.
     if let Err(error) = location.forget_job() {
         tracing::warn!(%error, "cannot detach the session from its job; the next job will not find it");
@@ -401,70 +415,6 @@ async fn terminated(terminate: &mut Signal, is_job_step: bool) {
     if is_job_step {
         tracing::info!("got SIGTERM once; the session continues until it comes again, or the supervisor ends the session");
         terminate.recv().await;
-    }
-}
-
-/// How a supervisor parted from its server, and thus why the server ends.
-enum Parting {
-    /// The supervisor ended the session, or the session never began.
-    Ended(&'static str),
-    /// The supervisor was lost after the session had begun.
-    Lost(&'static str),
-}
-
-/// Carries out the supervisor's instructions and sends heartbeats, until the supervisor ends the
-/// session or is lost.
-async fn follow_supervisor(server: &Arc<Node>, sender: &mut Sender, mut receiver: Receiver, invitation: &Invitation) -> Parting {
-    let Deadlines { lease_interval, lease, .. } = invitation.settings.deadlines;
-    let (instruction_sender, mut instructions) = mpsc::channel(INSTRUCTIONS_WAITING_MAX);
-    // The receiver runs on its own task. Inside the select below, a message that is partly read
-    // would be lost whenever a tick comes first. The task ends with this function.
-    let mut receiving = JoinSet::new();
-    receiving.spawn(async move {
-        while let Ok(instruction) = control::receive::<FromSupervisor>(&mut receiver).await {
-            if instruction_sender.send(instruction).await.is_err() {
-                return;
-            }
-        }
-    });
-    let mut ticks = interval(lease_interval);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // The lease is counted in ticks. A suspended job's processes are stopped, and there are no ticks
-    // while this process is stopped, so the lease does not run out then.
-    let lease_ticks = (lease.as_millis() / lease_interval.as_millis()) as u64;
-    let mut ticks_left = (invitation.start_timeout_ms / lease_interval.as_millis() as u64).max(lease_ticks);
-    // The supervisor's messages do not decide this: if the supervisor is killed, those that have not been read may be lost.
-    let parting = |cause: &'static str| if server.has_begun() { Parting::Lost(cause) } else { Parting::Ended(cause) };
-    loop {
-        let answer = tokio::select! {
-            instruction = instructions.recv() => match instruction {
-                None => return parting("the supervisor is gone"),
-                Some(FromSupervisor::End) => return Parting::Ended("the supervisor ended it"),
-                Some(FromSupervisor::Renew) => {
-                    ticks_left = lease_ticks;
-                    continue;
-                }
-                Some(FromSupervisor::Roster { addresses, agreement }) => match server.join(&addresses, agreement).await {
-                    Ok(fallen_back) => FromServer::Met { fallen_back },
-                    Err(error) => FromServer::Failed { names: Vec::new(), reason: error.to_string() },
-                },
-                Some(FromSupervisor::Agree(agreement)) => match server.agree(agreement).await {
-                    Ok(()) => FromServer::Ready,
-                    Err(error) => FromServer::Failed { names: Vec::new(), reason: error.to_string() },
-                },
-                Some(FromSupervisor::JoinAs { .. } | FromSupervisor::Surplus) => continue,
-            },
-            _ = ticks.tick() => {
-                if ticks_left == 0 {
-                    return parting("no heartbeat came from the supervisor");
-                }
-                ticks_left -= 1;
-                FromServer::Alive
-            }
-        };
-        if send(sender, &answer).await.is_err() {
-            return parting("the supervisor accepts no messages");
-        }
     }
 }
 

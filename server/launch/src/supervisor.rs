@@ -3,8 +3,8 @@
 //! The supervisor starts the servers, waits until they join, and makes them one session
 //! ([`start`]). Then it holds the session's lease over them ([`lease`]): as long as the supervisor
 //! lives, it sends each server a heartbeat. When the supervisor ends, for whatever reason, the
-//! servers end: at once if the kernel closes the control channels, and otherwise when no heartbeat
-//! has come for the length of the lease.
+//! servers end: at once if nothing listens at its address anymore, and otherwise when no heartbeat
+//! has come for the length of the lease. The supervisor alone decides which servers are members.
 //!
 //! The supervisor runs on a thread of its own with a single-threaded runtime.
 
@@ -51,18 +51,18 @@ impl Supervisor {
                 let session = request.session;
                 let mut start = SessionStart::new(request);
                 let mut gone = pin!(until_gone(watch));
-                let members = tokio::select! {
-                    members = start.run().instrument(span) => members,
+                let started = tokio::select! {
+                    started = start.run().instrument(span) => started,
                     () = cancelled => Err(LaunchError::Interrupted),
                     path = &mut gone => Err(LaunchError::Lost(gone_message(&path))),
                 };
-                match members {
-                    Ok(members) => {
-                        tracing::info!(%session, nodes = members.len(), "the session is up");
+                match started {
+                    Ok(started) => {
+                        tracing::info!(%session, nodes = started.members.len(), "the session is up");
                         // The caller of this function waits for the result.
                         let _ = result_sender.send(Ok(()));
                         let mut processes = start.into_processes();
-                        let loss = lease::hold(members, &mut processes, deadlines, &notices, ending, gone).await;
+                        let loss = lease::hold(started, &mut processes, deadlines, &notices, ending, gone).await;
                         if let Some(reason) = loss {
                             tracing::warn!(%session, reason, "the session is lost");
                             // If nobody waits for the reason, ending the session is all that can be

@@ -22,7 +22,9 @@ impl Client {
             Command::Tune(policy) => {
                 let event = match tune_all(&self.context, policy).await {
                     Ok(policy) => Event::Tuned(policy),
-                    Err(error) => Event::Failed { reason: format!("not all nodes have applied the policy: {error}") },
+                    Err(error) => {
+                        Event::Failed { reason: format!("not all nodes have applied the policy: {error}"), can_restart: false }
+                    }
                 };
                 self.send_event(event).await
             }
@@ -64,7 +66,8 @@ impl Client {
 /// Applies a policy on all nodes. Returns this node's policy, with the unset fields filled in.
 async fn tune_all(context: &ClientContext, policy: Policy) -> Result<Policy, PeerError> {
     let timeout = context.deadlines().request + context.deadlines().views;
-    let asking = context.peers.nodes().map(|node| context.peers.ask(node, AdministrationRequest::Tune(policy), timeout));
+    let asking =
+        context.peers.live().into_iter().map(|node| context.peers.ask(node, AdministrationRequest::Tune(policy), timeout));
     for applied in join_all(asking).await {
         applied?;
     }

@@ -12,7 +12,6 @@ use dayfly_meta::text::show_bytes;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_stagein::NO_ROOM;
 
-use super::COORDINATOR;
 use super::conflicts::PathConflict;
 use crate::blocking::JobLost;
 use crate::peers::{PeerError, Peers};
@@ -95,8 +94,14 @@ pub(crate) enum CoordinatorError {
     OwnPart(#[from] NodeStageInError),
     #[error("'{0}' was replaced at once by another stage-in")]
     ReplacedAtOnce(String),
-    #[error("node {COORDINATOR} failed unexpectedly while it coordinated the stage-in; see its log")]
-    Panicked,
+    #[error("node {0} failed unexpectedly while it coordinated the stage-in; see its log")]
+    Panicked(NodeId),
+    #[error("this node was lost while it coordinated the stage-in")]
+    StoodDown,
+    #[error("this node, which coordinates the stage-in, has not heard from the supervisor for {0} s")]
+    CutOff(f64),
+    #[error("this session cannot number any more stage-ins; start another session")]
+    NoNumbersLeft,
     #[error(transparent)]
     JobLost(#[from] JobLost),
     /// The first failure of a stage-in. Several parts of the coordinator share this error.
@@ -134,6 +139,37 @@ impl CoordinatorError {
             // Only the text of such a failure reaches the coordinator.
             Self::UnitFailed(reason) => reason.contains(NO_ROOM),
             _ => false,
+        }
+    }
+
+    /// Returns whether the cause is that a node is lost or does not answer, so that another attempt may succeed.
+    pub(super) fn is_absence(&self) -> bool {
+        match self {
+            Self::Shared(error) => error.is_absence(),
+            Self::NodeLost { .. } | Self::NodeSilent { .. } | Self::StoodDown => true,
+            Self::NodeMissing(error) | Self::Peer(error) => error.is_absence(),
+            Self::OnNode { cause, .. } => {
+                cause.downcast_ref::<Rejection>().is_some_and(|rejection| rejection.kind == RejectionKind::PeerFailed)
+            }
+            _ => false,
+        }
+    }
+
+    /// Lets an error that counts participants count nodes. `free` has the room of each node.
+    pub(super) fn among(self, participants: &[NodeId], free: &[u64]) -> Self {
+        match self {
+            Self::NoCatalogRoom { needed, node, free } => {
+                Self::NoCatalogRoom { needed, node: participants.get(node).map_or(node, |node| node.index()), free }
+            }
+            Self::NotEnoughRoom { needed, can_be_left, .. } => Self::NotEnoughRoom { needed, free: free.to_vec(), can_be_left },
+            Self::NotEnoughRoomForCopies { copies, needed, .. } => {
+                Self::NotEnoughRoomForCopies { copies, needed, free: free.to_vec() }
+            }
+            Self::NodeTooSmallForCopies { copies, node, needed, free } => {
+                let node = participants.get(node).map_or(node, |node| node.index());
+                Self::NodeTooSmallForCopies { copies, node, needed, free }
+            }
+            other => other,
         }
     }
 

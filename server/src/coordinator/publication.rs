@@ -7,7 +7,7 @@ use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Copies, Phase, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Copies, Counts, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
 use dayfly_meta::wire::status::Reads;
 use futures_util::future::join_all;
@@ -18,8 +18,11 @@ use super::distribution::{self, Distribution};
 use super::fit::Fit;
 use super::merge::{MergeJob, Merged, Run};
 use super::stall::StallDetector;
-use super::{CoordinatedStageIn, Coordinator, CoordinatorError};
+use super::term::{self, Outcome};
+use super::{CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError};
+use crate::membership::decision::Decision;
 use crate::peers::PeerError;
+use crate::store::Dataset;
 
 /// A merge writes at most about this many bytes for each byte of a run: the members that it sets aside, the catalog, and
 /// what it sorts for the catalog.
@@ -34,6 +37,10 @@ pub(super) struct Publication<'a> {
     pub(super) request: &'a StageInRequest,
     pub(super) sources: Vec<Source>,
     pub(super) rivals: Arc<Rivals>,
+    /// The number of the user's request.
+    pub(super) id: u64,
+    /// The dataset that this one replaces.
+    pub(super) replaces: Option<DatasetId>,
     /// Free bytes on each node, in the order of node numbers. They are the capacities of the placement.
     pub(super) free: Vec<u64>,
     /// What is stored of the samples.
@@ -57,11 +64,13 @@ impl Publication<'_> {
     pub(super) async fn prepare(&self) -> Result<Merged, CoordinatorError> {
         let (start, context) = (Instant::now(), &self.coordinator.context);
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
-        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.free.len().max(1) as u64));
+        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.stage_in.participants().len().max(1) as u64));
         let stage_in = self.stage_in.number;
         let Fit { stored_share, expected_files, .. } = self.fit;
         let capacities = self.free.clone();
-        let begin = NodeStageInRequest::Begin { stage_in, selection, seed, max_rate, capacities, stored_share, expected_files };
+        let request = self.id;
+        let begin =
+            NodeStageInRequest::Begin { stage_in, request, selection, seed, max_rate, capacities, stored_share, expected_files };
         self.ask_all(&begin, context.deadlines().request).await?;
         self.stage_in.set_all_begun();
         self.stage_in.all_read().await;
@@ -87,7 +96,7 @@ impl Publication<'_> {
         let request = NodeStageInRequest::Finish { stage_in: self.stage_in.number };
         let replies = self.ask_all(&request, context.deadlines().offer).await?;
         let mut runs = Vec::new();
-        for (node, reply) in context.peers.nodes().zip(replies) {
+        for (node, reply) in replies {
             let NodeStageInReply::Finished { run_lens, counted } = reply else {
                 return Err(PeerError::InvalidAnswer(node).into());
             };
@@ -129,7 +138,7 @@ impl Publication<'_> {
         context.stage_ins.get(self.stage_in.number)?.set_catalog(merged.file.clone());
         let own = context.node;
         let mut have = vec![own];
-        let mut lack: Vec<NodeId> = context.peers.nodes().filter(|&node| node != own).collect();
+        let mut lack: Vec<NodeId> = self.stage_in.participants().into_iter().filter(|&node| node != own).collect();
         let others = async {
             while !lack.is_empty() {
                 let next = lack.split_off(lack.len().saturating_sub(have.len() * CATALOG_FAN_OUT));
@@ -144,23 +153,35 @@ impl Publication<'_> {
         Ok(())
     }
 
-    /// Makes all nodes copy the blocks of which they are holders, and waits until they have done so.
+    /// Makes all nodes copy the blocks of which they are holders, and waits until they have done so. Does without nodes that are lost
+    /// meanwhile.
     async fn make_copies(&self) -> Result<(), CoordinatorError> {
-        let deadlines = self.coordinator.context.deadlines();
+        let (context, deadlines) = (&self.coordinator.context, self.coordinator.context.deadlines());
         let is_required = self.request.copies != Copies::Auto;
         let request = NodeStageInRequest::Copy { stage_in: self.stage_in.number, is_required };
         self.stage_in.progress().phase = Phase::Copying;
         let mut detector = StallDetector::new(deadlines);
         loop {
             let (mut all, mut all_steps, mut left, mut slowest) = (Copied::default(), 0, 0, None);
-            for (node, reply) in self.coordinator.context.peers.nodes().zip(self.ask_all(&request, deadlines.request).await?) {
-                let NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done } = reply else {
-                    return Err(PeerError::InvalidAnswer(node).into());
+            let nodes = self.stage_in.participants().into_iter().filter(|&node| context.peers.roster().is_live(node));
+            let asking = nodes.map(|node| {
+                let asked = context.peers.ask(node, request.clone(), deadlines.request);
+                async move { (node, asked.await) }
+            });
+            for (node, reply) in join_all(asking).await {
+                let is_done = match reply {
+                    Ok(NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done }) => {
+                        all.wanted_bytes += wanted.bytes;
+                        all.copied.add(copied);
+                        all.uncopied.add(uncopied);
+                        all_steps += steps;
+                        is_done
+                    }
+                    Ok(_) => return Err(PeerError::InvalidAnswer(node).into()),
+                    // Either it answers again, or it will be lost, or the stage-in stalls.
+                    Err(error) if error.is_absence() => false,
+                    Err(error) => return Err(error.into()),
                 };
-                all.wanted_bytes += wanted.bytes;
-                all.copied.add(copied);
-                all.uncopied.add(uncopied);
-                all_steps += steps;
                 if !is_done {
                     left += 1;
                     slowest.get_or_insert(node);
@@ -182,47 +203,74 @@ impl Publication<'_> {
         }
     }
 
+    /// Makes a node prepare the catalog. A node that does not answer is asked again until it is lost: then the dataset does without
+    /// it. If `from` is lost, this node gives the catalog.
     async fn prepare_on(&self, node: NodeId, from: NodeId, merged: &Merged) -> Result<(), PeerError> {
-        let context = &self.coordinator.context;
-        let request = NodeStageInRequest::Prepare {
+        let (context, start) = (&self.coordinator.context, Instant::now());
+        let patience = context.deadlines().lost_after + context.deadlines().node_silent;
+        let mut request = NodeStageInRequest::Prepare {
             stage_in: self.stage_in.number,
             dataset: self.dataset(),
             target: self.request.target.clone(),
             from,
             len: merged.len,
             checksum: merged.checksum,
+            replaces: self.replaces,
         };
-        context.peers.ask(node, request, context.deadlines().prepare).await.map(drop)
+        loop {
+            let asked = context.peers.ask(node, request.clone(), context.deadlines().prepare).await;
+            let Err(error) = asked else { return Ok(()) };
+            if !context.peers.roster().is_live(node) {
+                return Ok(());
+            }
+            if !error.is_absence() || start.elapsed() > patience {
+                return Err(error);
+            }
+            if let NodeStageInRequest::Prepare { from, .. } = &mut request {
+                *from = context.node;
+            }
+            sleep(context.deadlines().progress_interval).await;
+        }
     }
 
     fn dataset(&self) -> DatasetId {
         DatasetId(self.stage_in.number as u32)
     }
 
-    /// Makes the dataset visible on all nodes.
-    pub(super) async fn commit(&self, replaces: Option<DatasetId>) -> Result<(), CoordinatorError> {
-        let request = NodeStageInRequest::Commit { stage_in: self.stage_in.number, replaces };
-        self.ask_all(&request, self.coordinator.context.deadlines().request).await?;
-        Ok(())
+    /// Makes the dataset visible on all nodes. Fails before that if this node may no longer decide.
+    pub(super) async fn commit(&self) -> Result<(), CoordinatorError> {
+        let context = &self.coordinator.context;
+        if !context.membership.tenure().may_publish() {
+            return Err(CoordinatorError::CutOff(context.deadlines().publish_lease.as_secs_f64()));
+        }
+        match term::carry_out(context, self.stage_in.number, Decision::Commit).await {
+            Outcome::Done => Ok(()),
+            Outcome::StoodDown => Err(CoordinatorError::StoodDown),
+            Outcome::Failed(error) => Err(error.into()),
+        }
     }
 
-    /// Frees, on all nodes, the dataset that this one replaced.
-    pub(super) async fn settle(&self) -> Result<(), PeerError> {
-        let request = NodeStageInRequest::Settle { stage_in: self.stage_in.number };
-        self.ask_all(&request, self.coordinator.context.deadlines().request).await.map(drop)
+    /// Frees, on all nodes, the dataset that this one replaced. Returns the error of a node that could not.
+    pub(super) async fn settle(&self) -> Option<PeerError> {
+        term::settle(&self.coordinator.context, self.stage_in.number).await.into_iter().next()
     }
 
-    /// Undoes the stage-in on all nodes.
-    pub(super) async fn abort(&self) -> Result<(), PeerError> {
-        let request = NodeStageInRequest::Abort { stage_in: self.stage_in.number };
-        self.ask_all(&request, self.coordinator.context.deadlines().request).await.map(drop)
+    /// Undoes the stage-in on all nodes that answer. The others undo it when their next reports are answered.
+    pub(super) async fn abort(&self) {
+        let epoch = self.coordinator.context.peers.roster().epoch();
+        let request = NodeStageInRequest::Abort { stage_in: self.stage_in.number, epoch };
+        let _ = self.ask_all(&request, self.coordinator.context.deadlines().request).await;
     }
 
-    /// Asks all nodes at once, and waits for all of them. Returns their replies in order, or the first error.
-    async fn ask_all(&self, request: &NodeStageInRequest, timeout: Duration) -> Result<Vec<NodeStageInReply>, PeerError> {
+    /// Asks all nodes that take part at once, and waits for all of them. Returns their replies, or the first error.
+    async fn ask_all(
+        &self,
+        request: &NodeStageInRequest,
+        timeout: Duration,
+    ) -> Result<Vec<(NodeId, NodeStageInReply)>, PeerError> {
         let peers = &self.coordinator.context.peers;
-        let asking = peers.nodes().map(|node| peers.ask(node, request.clone(), timeout));
-        join_all(asking).await.into_iter().collect()
+        let ask = |node| async move { Ok((node, peers.ask(node, request.clone(), timeout).await?)) };
+        join_all(self.stage_in.participants().into_iter().map(ask)).await.into_iter().collect()
     }
 
     /// Returns the summary for the user. `unsettled` is the error if a node could not settle.
@@ -233,7 +281,7 @@ impl Publication<'_> {
         start: Instant,
     ) -> Result<Summary, CoordinatorError> {
         let context = &self.coordinator.context;
-        let mut counts = self.stage_in.counts().clone();
+        let mut counts = self.stage_in.counts();
         if let Some(error) = unsettled {
             counts.note(&format!("the dataset is visible, but not all nodes have freed what it replaced yet: {error}"));
         }
@@ -272,4 +320,34 @@ impl Publication<'_> {
             rate_interval_ms,
         })
     }
+}
+
+/// Returns the summary of a dataset about which only its catalog tells, because an earlier coordinator made it.
+pub(super) async fn summary_of(
+    context: &CoordinatorContext,
+    dataset: Arc<Dataset>,
+    start: Instant,
+) -> Result<Summary, CoordinatorError> {
+    let (nodes, header) = (context.peers.count(), *dataset.catalog().header());
+    let distribution = context.blocking.run(move || Distribution::of(&dataset, nodes)).await?;
+    let Distribution { nodes, sizes, classes, archives } = distribution;
+    Ok(Summary {
+        copies: header.copies,
+        copied_bytes: 0,
+        uncopied_bytes: 0,
+        samples: header.samples.into(),
+        bytes: header.bytes,
+        others: u64::from(header.entries.saturating_sub(header.samples)),
+        archives,
+        catalog_bytes: header.file_len,
+        source_bytes: 0,
+        counts: Counts::default(),
+        elapsed_ms: start.elapsed().as_millis() as u64,
+        imbalance_permille: distribution::imbalance_permille(&nodes),
+        redone_bytes: 0,
+        nodes,
+        sizes,
+        classes,
+        rate_interval_ms: context.deadlines().progress_interval.as_millis() as u64,
+    })
 }

@@ -1,72 +1,150 @@
 //! Runs on the node that a user asks for a stage-in: requests the stage-in from the coordinator, and relays the stage-in's
-//! events.
+//! events. If a node is lost meanwhile, even the coordinator, the stage-in is requested again.
 
 use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
 
-use dayfly_meta::wire::control::{Event, StageInRequest};
-use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest};
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::STAGE_IN_RESTARTS_MAX;
+use dayfly_meta::wire::control::{Event, Phase, Progress, StageInRequest};
+use dayfly_meta::wire::peer::{AdministrationRequest, CoordinatorReply, CoordinatorRequest, RejectionKind};
 use dayfly_transport::TransportError;
+use futures_util::future::join_all;
 use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
 
-use super::COORDINATOR;
 use crate::peers::{PeerError, Peers};
 
 /// Asks the coordinator to run a stage-in, and sends the stage-in's events to `events`. The last event says how the stage-in
 /// ended. If the receiver goes away, the stage-in is canceled.
 pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events: mpsc::Sender<Event>) {
-    let timeout = peers.deadlines().request;
-    let subscription = match peers.ask(COORDINATOR, CoordinatorRequest::Start(request), timeout).await {
-        Ok(CoordinatorReply::Started { subscription }) => subscription,
-        other => {
+    let id = request_id(peers.own_node());
+    for restarts in 0.. {
+        let last = match run_once(&peers, id, &request, &events).await {
+            Some(last) => last,
+            None => return,
+        };
+        let Event::Failed { reason, can_restart: true } = &last else {
             // Here and below, sending may fail because the client that asked is gone.
-            let _ = events.send(failure(other)).await;
+            let _ = events.send(last).await;
+            return;
+        };
+        let is_over = restarts >= STAGE_IN_RESTARTS_MAX;
+        if is_over || !all_present(&peers, &events).await {
+            let reason = format!("{reason}; 'dayfly ls' shows whether the dataset exists nevertheless");
+            let _ = events.send(Event::Failed { reason, can_restart: false }).await;
             return;
         }
+        tracing::warn!(reason, "a stage-in begins again");
+        if events.send(Event::Restarted { reason: reason.clone() }).await.is_err() {
+            return;
+        }
+    }
+}
+
+/// Returns a number that no other request has.
+fn request_id(node: NodeId) -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
+    xxhash_rust::xxh3::xxh3_64_with_seed(&now.to_le_bytes(), u64::from(node.0))
+}
+
+/// Waits until every member answers, except those that the supervisor has declared lost. Returns `false` if that takes too long,
+/// or if the client is gone.
+async fn all_present(peers: &Peers, events: &mpsc::Sender<Event>) -> bool {
+    let (start, deadlines) = (Instant::now(), *peers.deadlines());
+    let limit = deadlines.lost_after + deadlines.node_silent;
+    while start.elapsed() < limit && !events.is_closed() {
+        let asking = peers.roster().live().collect::<Vec<_>>().into_iter();
+        let asking = asking.map(|node| peers.ask(node, AdministrationRequest::Status, deadlines.request));
+        if join_all(asking).await.iter().all(Result::is_ok) {
+            return true;
+        }
+        show_waiting(events);
+        sleep(deadlines.progress_interval).await;
+    }
+    false
+}
+
+/// Shows the client that its stage-in waits. A client that hears nothing gives up.
+fn show_waiting(events: &mpsc::Sender<Event>) {
+    let _ = events.try_send(Event::Progress(Progress { phase: Phase::Waiting, ..Progress::default() }));
+}
+
+/// Runs a stage-in once. Returns the last event, or `None` if the client is gone.
+async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mpsc::Sender<Event>) -> Option<Event> {
+    let timeout = peers.deadlines().request;
+    let (coordinator, subscription) = match start(peers, id, request, events).await {
+        (coordinator, Ok(CoordinatorReply::Started { subscription })) => (coordinator, subscription),
+        (coordinator, other) => return Some(failure(coordinator, other)),
     };
     let last = tokio::select! {
         biased;
-        last = relay(&peers, subscription, &events) => last,
+        last = relay(peers, coordinator, subscription, events) => last,
         () = events.closed() => None,
     };
-    if let Some(last) = last {
-        let _ = events.send(last).await;
-    }
     // If this message is lost, the coordinator notices that nobody asks anymore.
-    let _ = peers.ask(COORDINATOR, CoordinatorRequest::Unsubscribe { subscription }, timeout).await;
+    let unsubscribing = peers.ask(coordinator, CoordinatorRequest::Unsubscribe { subscription }, timeout);
+    if peers.roster().is_live(coordinator) {
+        let _ = unsubscribing.await;
+    }
+    last
+}
+
+/// Asks the coordinator to begin. A new coordinator is not ready at once.
+async fn start(
+    peers: &Peers,
+    id: u64,
+    request: &StageInRequest,
+    events: &mpsc::Sender<Event>,
+) -> (NodeId, Result<CoordinatorReply, PeerError>) {
+    let (start, deadlines) = (Instant::now(), *peers.deadlines());
+    loop {
+        let coordinator = peers.roster().coordinator();
+        let asked = CoordinatorRequest::Start { id, request: request.clone() };
+        let answer = peers.ask(coordinator, asked, deadlines.request).await;
+        let is_unready =
+            matches!(&answer, Err(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NotCoordinator);
+        if !is_unready || start.elapsed() > deadlines.lost_after {
+            return (coordinator, answer);
+        }
+        show_waiting(events);
+        sleep(deadlines.progress_interval).await;
+    }
 }
 
 /// Relays progress. Returns the last event, or `None` if the client is gone.
-async fn relay(peers: &Peers, subscription: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
+async fn relay(peers: &Peers, coordinator: NodeId, subscription: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
     let timeout = peers.deadlines().request;
     let mut received = 0;
     loop {
         let request = CoordinatorRequest::NextEvent { subscription, received };
-        let mut answer = peers.ask(COORDINATOR, request.clone(), timeout).await;
-        if matches!(answer, Err(PeerError::Transport(_))) {
-            answer = peers.ask(COORDINATOR, request, timeout).await;
+        let mut answer = peers.ask(coordinator, request.clone(), timeout).await;
+        if matches!(answer, Err(PeerError::Transport(_))) && peers.roster().is_live(coordinator) {
+            answer = peers.ask(coordinator, request, timeout).await;
         }
         match answer {
             Ok(CoordinatorReply::Event(None)) => {}
-            Ok(CoordinatorReply::Event(Some(event))) if matches!(*event, Event::Planned(_) | Event::Progress(_)) => {
+            Ok(CoordinatorReply::Event(Some(event))) if !event.is_last() => {
                 received += 1;
                 events.send(*event).await.ok()?;
             }
             Ok(CoordinatorReply::Event(Some(event))) => return Some(*event),
-            other => return Some(failure(other)),
+            other => return Some(failure(coordinator, other)),
         }
     }
 }
 
 /// Returns the event for the user when the coordinator rejects a request, or cannot be reached.
-fn failure(answer: Result<CoordinatorReply, PeerError>) -> Event {
+fn failure(coordinator: NodeId, answer: Result<CoordinatorReply, PeerError>) -> Event {
+    let can_restart = answer.as_ref().is_err_and(PeerError::is_absence);
     let reason = match answer {
         // The reason is enough: it does not help the user to know which node is the coordinator.
         Err(PeerError::Rejected { rejection, .. }) => rejection.reason,
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
             format!("{error}: too many sources for one message; list them in a file, and pass @FILE")
         }
-        Err(error) => format!("{error}; 'dayfly ls' shows whether the dataset exists nevertheless"),
-        Ok(_) => PeerError::InvalidAnswer(COORDINATOR).to_string(),
+        Err(error) => error.to_string(),
+        Ok(_) => PeerError::InvalidAnswer(coordinator).to_string(),
     };
-    Event::Failed { reason }
+    Event::Failed { reason, can_restart }
 }

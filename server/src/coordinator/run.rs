@@ -1,11 +1,11 @@
 //! One stage-in, from its request to its end, on the coordinator.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
+use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, DATASETS_MAX};
 use dayfly_meta::path::{display, is_normal, join};
 use dayfly_meta::wire::control::{Copies, Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
@@ -21,9 +21,9 @@ use tracing::Instrument;
 
 use super::conflicts::Rivals;
 use super::fit::{Amounts, Fit};
-use super::publication::Publication;
+use super::publication::{self, Publication};
 use super::stall::StallDetector;
-use super::{COORDINATOR, CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
+use super::{CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
 use crate::peers::PeerError;
 use crate::stage_in::name_drive;
 use crate::store::Drive;
@@ -45,10 +45,15 @@ impl Drop for CancelOnDrop {
 
 /// Runs a stage-in and sends its events. The last event says how it ended. If the receiver goes away before the dataset is
 /// committed, the stage-in is canceled.
-pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest, events: mpsc::Sender<Event>) {
+pub(super) async fn run(
+    coordinator: &Arc<Coordinator>,
+    (from, id): (NodeId, u64),
+    request: StageInRequest,
+    events: mpsc::Sender<Event>,
+) {
     let (node, target) = (coordinator.context.node, display(&request.target));
     let span = tracing::info_span!("coordinate", %node, target, stage_in = tracing::field::Empty);
-    let running = catch_panic(run_to_end(coordinator, request, &events)).instrument(span.clone());
+    let running = catch_panic(node, run_to_end(coordinator, (from, id), request, &events)).instrument(span.clone());
     let event = match Box::pin(running).await {
         Ok(summary) => {
             span.in_scope(|| tracing::info!(samples = summary.samples, bytes = summary.bytes, "staged in"));
@@ -56,7 +61,7 @@ pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest,
         }
         Err(error) => {
             span.in_scope(|| tracing::info!(%error, "a stage-in failed"));
-            Event::Failed { reason: error.to_string() }
+            Event::Failed { reason: error.to_string(), can_restart: error.is_absence() }
         }
     };
     // The client that asked for the stage-in may be gone.
@@ -64,12 +69,13 @@ pub(super) async fn run(coordinator: &Arc<Coordinator>, request: StageInRequest,
 }
 
 /// Turns a panic into an error of the stage-in, so that the stage-in's room is freed and the user sees the error.
-async fn catch_panic<T>(work: impl Future<Output = Result<T, CoordinatorError>>) -> Result<T, CoordinatorError> {
-    AssertUnwindSafe(work).catch_unwind().await.unwrap_or(Err(CoordinatorError::Panicked))
+async fn catch_panic<T>(node: NodeId, work: impl Future<Output = Result<T, CoordinatorError>>) -> Result<T, CoordinatorError> {
+    AssertUnwindSafe(work).catch_unwind().await.unwrap_or(Err(CoordinatorError::Panicked(node)))
 }
 
 async fn run_to_end(
     coordinator: &Arc<Coordinator>,
+    (from, id): (NodeId, u64),
     request: StageInRequest,
     events: &mpsc::Sender<Event>,
 ) -> Result<Summary, CoordinatorError> {
@@ -77,8 +83,14 @@ async fn run_to_end(
     if !is_normal(&request.target) {
         return Err(CoordinatorError::InvalidTarget(display(&request.target)));
     }
-    let claim = TargetClaim::new(&coordinator.targets, &request.target);
-    let _claim = claim.map_err(|other| CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other))))?;
+    let _claim = loop {
+        match TargetClaim::new(&coordinator.targets, &request.target, id) {
+            Ok(claim) => break claim,
+            // The node that asked has lost the connection to the stage-in that it began, and that one is about to be canceled.
+            Err((_, other_id)) if other_id == id && !events.is_closed() => sleep(context.deadlines().progress_interval).await,
+            Err((other, _)) => return Err(CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other)))),
+        }
+    };
     let _permit = tokio::select! {
         biased;
         // Nothing closes the semaphore.
@@ -86,13 +98,18 @@ async fn run_to_end(
         () = events.closed() => return Err(CoordinatorError::Cancelled),
         never = report_phase(context, events, Phase::Waiting) => never,
     };
+    if let Some(dataset) = context.store.datasets().into_iter().find(|dataset| dataset.request() == id) {
+        // An earlier coordinator was lost after it had begun to commit. This node has finished that.
+        return publication::summary_of(context, dataset, start).await;
+    }
     let conflict = context.store.conflict(&request.target, request.replace);
     let replaces = conflict.map_err(|conflict| CoordinatorError::TargetTaken(conflict.message(&context.prefix)))?;
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
+    let participants: Vec<NodeId> = context.peers.roster().live().collect();
     // The plan needs room too, because it is written to a data dir.
-    make_headroom(context).await?;
+    make_headroom(context, &participants).await?;
     let planning = CancelOnDrop::default();
     let (plan, plan_drive) = tokio::select! {
         biased;
@@ -102,11 +119,11 @@ async fn run_to_end(
         never = report_phase(context, events, Phase::Planning) => never,
     };
     // While the stage-in was planned, blocks may have been cached, and other programs may have filled drives.
-    make_headroom(context).await?;
-    let free = free_room(context).await?;
+    make_headroom(context, &participants).await?;
+    let free = free_room(context, &participants).await?;
     let fit = tokio::select! {
         biased;
-        fit = judge_fit(context, &request, &plan, &free, planning.0.clone()) => fit,
+        fit = judge_fit(context, &request, &plan, (&participants, &free), planning.0.clone()) => fit,
         stalled = planning_stalls(context, &planning.0) => return Err(stalled),
         () = events.closed() => return Err(CoordinatorError::Cancelled),
         never = report_phase(context, events, Phase::Planning) => never,
@@ -115,13 +132,17 @@ async fn run_to_end(
     let copies = fit.as_ref().map_or(1, |(_, copies)| *copies);
     let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), partial, copies))).await;
     let (fit, copies) = fit?;
-    let number = coordinator.last_number.fetch_add(1, Ordering::Relaxed) + 1;
+    let number = coordinator.term.next_number().ok_or(match coordinator.term.is_ready() {
+        true => CoordinatorError::NoNumbersLeft,
+        false => CoordinatorError::StoodDown,
+    })?;
     tracing::Span::current().record("stage_in", number);
     let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
-    let (nodes, deadlines) = (context.peers.count(), *context.deadlines());
-    let stage_in = Arc::new(CoordinatedStageIn::new(number, (unit_ledger, plan_drive, plan.counts), judging, nodes, deadlines));
+    let nodes = (context.node, participants, context.peers.count());
+    let state = (unit_ledger, plan_drive, plan.counts);
+    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, nodes, *context.deadlines()));
     coordinator.registry.insert(stage_in.clone());
     let publication = Publication {
         coordinator,
@@ -129,6 +150,8 @@ async fn run_to_end(
         request: &request,
         sources: plan.sources,
         rivals,
+        id,
+        replaces,
         free,
         fit,
         copies,
@@ -140,13 +163,21 @@ async fn run_to_end(
             failure = stage_in.failed() => Err(CoordinatorError::Shared(failure)),
             () = events.closed() => Err(CoordinatorError::Cancelled),
             prepared = Box::pin(publication.prepare()) => prepared,
-            never = watch_progress(context, &stage_in, events) => never,
+            never = watch_progress(context, from, &stage_in, events) => never,
         }
     };
-    let prepared = catch_panic(preparing).await;
+    let prepared = catch_panic(context.node, preparing).await;
     // From here on the stage-in cannot be canceled: either all nodes show the dataset, or the stage-in is undone.
     let published = match prepared {
-        Ok(merged) => catch_panic(publication.commit(replaces)).await.map(|()| merged),
+        Ok(merged) => {
+            let committing = async {
+                tokio::select! {
+                    committed = publication.commit() => committed,
+                    never = report_phase(context, events, Phase::Publishing) => never,
+                }
+            };
+            catch_panic(context.node, committing).await.map(|()| merged)
+        }
         Err(error) => Err(error),
     };
     let result = match published {
@@ -154,12 +185,13 @@ async fn run_to_end(
             coordinator.registry.set_published(number);
             // All nodes show the dataset. A node that misses the request to settle settles when its next report is answered.
             let settled = publication.settle().await;
-            publication.summary(merged, settled.err(), start).await
+            publication.summary(merged, settled, start).await
         }
         Err(error) => {
-            // An error of the abort is ignored: a lost node has nothing to undo, and the user needs to know only the first
-            // failure.
-            let _ = publication.abort().await;
+            // Another coordinator decides if this node has stood down.
+            if !matches!(error, CoordinatorError::StoodDown) {
+                publication.abort().await;
+            }
             let stored = stage_in.progress().bytes;
             let error = error.with_amounts(stored, &publication.free).share();
             stage_in.fail(CoordinatorError::Shared(error.clone()));
@@ -186,7 +218,7 @@ async fn planning_stalls(context: &CoordinatorContext, monitor: &ProgressMonitor
         sleep(context.deadlines().progress_interval).await;
         steps += monitor.take_counted().steps;
         if detector.is_stalled(steps) {
-            return detector.error(format!("node {COORDINATOR}: {}", monitor.current_activities().join(", ")));
+            return detector.error(format!("node {}: {}", context.node, monitor.current_activities().join(", ")));
         }
     }
 }
@@ -206,23 +238,26 @@ async fn make_plan(
         let planned = plan::plan_sources(&plan_request, scratch, &monitor).map_err(|error| name_drive(&drive, error));
         planned.map(|plan| (plan, drive))
     });
-    planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, COORDINATOR, error))
+    planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, context.node, error))
 }
 
 /// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
-async fn make_headroom(context: &CoordinatorContext) -> Result<(), CoordinatorError> {
+async fn make_headroom(context: &CoordinatorContext, participants: &[NodeId]) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
-    let asking = context.peers.nodes().map(|node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));
+    let asking = participants.iter().map(|&node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));
     for made in join_all(asking).await {
         made.map_err(CoordinatorError::NodeMissing)?;
     }
     Ok(())
 }
 
-/// Returns the free bytes on each node, in the order of node numbers.
-async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, CoordinatorError> {
+/// Returns the free bytes on each node, in the order of node numbers; 0 for nodes that take no part.
+async fn free_room(context: &CoordinatorContext, participants: &[NodeId]) -> Result<Vec<u64>, CoordinatorError> {
     let timeout = context.deadlines().request;
     let asking = context.peers.nodes().map(|node| async move {
+        if !participants.contains(&node) {
+            return Ok(0);
+        }
         match context.peers.ask(node, AdministrationRequest::Status, timeout).await {
             Ok(AdministrationReply::Status(status)) => Ok(status.free_bytes),
             Ok(_) => Err(CoordinatorError::Peer(PeerError::InvalidAnswer(node))),
@@ -232,20 +267,25 @@ async fn free_room(context: &CoordinatorContext) -> Result<Vec<u64>, Coordinator
     join_all(asking).await.into_iter().collect()
 }
 
-/// Decides what share of the samples is stored. Looks into tars only if their lengths do not decide.
+/// Decides what share of the samples is stored on the participants. Looks into tars only if their lengths do not decide.
 async fn judge_fit(
     context: &CoordinatorContext,
     request: &StageInRequest,
     plan: &StageInPlan,
-    free: &[u64],
+    (participants, free): (&[NodeId], &[u64]),
     monitor: Arc<ProgressMonitor>,
 ) -> Result<(Fit, u16), CoordinatorError> {
-    let nodes = free.len();
+    // Lost nodes have no room, and need none.
+    let room: Vec<u64> = participants.iter().map(|node| free[node.index()]).collect();
     if let Copies::Number(copies) = request.copies
-        && usize::from(copies.max(1)) > nodes
+        && usize::from(copies.max(1)) > room.len()
     {
-        return Err(CoordinatorError::TooManyCopies { copies, nodes });
+        return Err(CoordinatorError::TooManyCopies { copies, nodes: room.len() });
     }
+    let fit = |amounts: Amounts| {
+        let fit = Fit::with_copies(amounts, &room, request.require_fit, request.copies, request.seed);
+        fit.map_err(|error| error.among(participants, free))
+    };
     let sizes = plan.sizes;
     let at_most = Amounts {
         files: plan.known_files + sizes.zip_members,
@@ -265,14 +305,14 @@ async fn judge_fit(
         Copies::Number(copies) => copies.max(1),
         Copies::Auto => 2,
     };
-    if most_files.copied(copies).surely_fit(free) {
-        return Fit::with_copies(at_most, free, request.require_fit, request.copies, request.seed);
+    if most_files.copied(copies).surely_fit(&room) {
+        return fit(at_most);
     }
     let selection = request.selection.clone();
     let sampling = context.blocking.run(move || {
         Ok((plan::sample_tars(&plain, &selection, &monitor)?, plan::sample_compressed(&compressed, &selection, &monitor)?))
     });
-    let on_coordinator = |error: StageInError| CoordinatorError::on_node(&context.peers, COORDINATOR, error);
+    let on_coordinator = |error: StageInError| CoordinatorError::on_node(&context.peers, context.node, error);
     let (in_plain, in_compressed) = sampling.await?.map_err(on_coordinator)?;
     let amounts = Amounts {
         // The number of files in tars is only roughly known, and blocks must not take the catalog's room.
@@ -283,7 +323,7 @@ async fn judge_fit(
         untold_bytes: in_compressed.untold_bytes,
         copies: 1,
     };
-    Fit::with_copies(amounts, free, request.require_fit, request.copies, request.seed)
+    fit(amounts)
 }
 
 fn is_tar(source: &Source, is_plain: bool) -> bool {
@@ -307,6 +347,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>, co
 /// Sends progress events until the future is dropped. Returns an error once the stage-in stalls or a node is lost.
 async fn watch_progress<T>(
     context: &CoordinatorContext,
+    from: NodeId,
     stage_in: &CoordinatedStageIn,
     events: &mpsc::Sender<Event>,
 ) -> Result<T, CoordinatorError> {
@@ -319,11 +360,29 @@ async fn watch_progress<T>(
         if detector.is_stalled(stage_in.steps()) && !is_publishing {
             return Err(detector.error(stage_in.waits_for()));
         }
-        if let Some(node) = context.peers.nodes().find(|&node| context.peers.is_cut_off(node)) {
-            return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+        let roster = context.peers.roster();
+        if !roster.is_live(from) {
+            // Nobody is left who waits for it.
+            return Err(CoordinatorError::Cancelled);
+        }
+        for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
+            // Once the catalog is there, its dataset can do without the node.
+            if !is_publishing && !stage_in.go_on_without(node) {
+                return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+            }
+            stage_in.drop_participant(node);
+            tracing::warn!(%node, "a stage-in goes on without a lost node");
+            let _ = events.send(Event::WentOn { node }).await;
+        }
+        if context.membership.tenure().is_alone() {
+            // Nobody declares a node lost anymore.
+            let cut_off = stage_in.participants().into_iter().find(|&node| context.peers.is_cut_off(node));
+            if let Some(node) = cut_off {
+                return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+            }
         }
         if let Some(node) = stage_in.silent_node() {
-            let seconds = context.deadlines().node_silent.as_secs_f64();
+            let seconds = (context.deadlines().lost_after + context.deadlines().node_silent).as_secs_f64();
             return Err(CoordinatorError::NodeSilent { node, seconds });
         }
         // A slow client misses some events. This loses nothing, because each event contains all progress so far.
@@ -340,12 +399,10 @@ mod tests {
     #[tokio::test]
     async fn a_panic_of_the_coordinator_is_an_error_of_its_stage_in() {
         let panics = || -> Result<(), CoordinatorError> { std::panic::resume_unwind(Box::new("a defect")) };
-        let error = catch_panic(async { panics() }).await.unwrap_err();
+        let error = catch_panic(NodeId(0), async { panics() }).await.unwrap_err();
         assert!(error.to_string().contains("node 0 failed"));
-        assert!(matches!(
-            catch_panic(async { Err::<(), _>(CoordinatorError::Cancelled) }).await,
-            Err(CoordinatorError::Cancelled)
-        ));
-        assert!(matches!(catch_panic(async { Ok(1) }).await, Ok(1)));
+        let cancelled = async { Err::<(), _>(CoordinatorError::Cancelled) };
+        assert!(matches!(catch_panic(NodeId(0), cancelled).await, Err(CoordinatorError::Cancelled)));
+        assert!(matches!(catch_panic(NodeId(0), async { Ok(1) }).await, Ok(1)));
     }
 }

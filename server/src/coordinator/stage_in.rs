@@ -1,6 +1,6 @@
 //! The state of one stage-in on the coordinator: units to assign, each node's progress, and the first failure.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,9 +12,9 @@ use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
 use tokio::sync::{Notify, SetOnce, watch};
 use tokio::time::Instant;
 
+use super::CoordinatorError;
 use super::conflicts::{Rivals, Suspicions};
 use super::rates::Rates;
-use super::{COORDINATOR, CoordinatorError};
 use crate::stage_in::name_drive;
 use crate::store::Drive;
 
@@ -37,12 +37,16 @@ pub(crate) struct NodeReport {
 /// A running stage-in, as its coordinator sees it.
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
+    coordinator: NodeId,
+    /// The nodes that take part: those that were live when the stage-in began, and have not been lost since.
+    participants: Mutex<Vec<NodeId>>,
     unit_ledger: Mutex<UnitLedger>,
     /// The drive that stores the list of units.
     plan_drive: Arc<Drive>,
     progress: Mutex<Progress>,
     rates: Mutex<Rates>,
-    counts: Mutex<Counts>,
+    /// What the plan has counted, and what each node's accepted units have.
+    counts: Mutex<BTreeMap<Option<NodeId>, Counts>>,
     redone_bytes: AtomicU64,
     /// When each node last reported. Until a node's first report, this is the time when the stage-in began.
     reported_at: Mutex<Vec<Instant>>,
@@ -67,18 +71,20 @@ impl CoordinatedStageIn {
         number: u64,
         (unit_ledger, plan_drive, counts): (UnitLedger, Arc<Drive>, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
-        nodes: usize,
+        (coordinator, participants, nodes): (NodeId, Vec<NodeId>, usize),
         deadlines: Deadlines,
     ) -> Self {
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
+            coordinator,
+            participants: Mutex::new(participants),
             reported_at: Mutex::new(vec![Instant::now(); nodes]),
             unit_ledger: Mutex::new(unit_ledger),
             plan_drive,
             rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
             progress: Mutex::new(progress),
-            counts: Mutex::new(counts),
+            counts: Mutex::new(BTreeMap::from([(None, counts)])),
             redone_bytes: AtomicU64::new(0),
             failure: watch::Sender::new(None),
             all_begun: SetOnce::new(),
@@ -106,7 +112,7 @@ impl CoordinatedStageIn {
     }
 
     /// Takes a worker's report of its finished units, if any, and answers with more units.
-    pub(super) async fn next_units(&self, finished: Vec<UnitReport>) -> CoordinatorReply {
+    pub(super) async fn next_units(&self, node: NodeId, finished: Vec<UnitReport>) -> CoordinatorReply {
         // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
         self.all_begun.wait().await;
         if !finished.is_empty() {
@@ -119,10 +125,11 @@ impl CoordinatedStageIn {
                 let unit_reported = self.unit_reported.notified();
                 tokio::pin!(unit_reported);
                 unit_reported.as_mut().enable();
-                if self.has_failed() {
+                // A node that was lost has no part in the stage-in anymore.
+                if self.has_failed() || !self.participants().contains(&node) {
                     return CoordinatorReply::Over;
                 }
-                let next = self.unit_ledger().assign_next();
+                let next = self.unit_ledger().assign_next(node);
                 match next {
                     Ok(NextUnits::Assigned(units)) => {
                         self.step();
@@ -135,7 +142,7 @@ impl CoordinatedStageIn {
                         return CoordinatorReply::NoUnit;
                     }
                     Err(error) => {
-                        let node = (self.progress().nodes.len() > 1).then_some(COORDINATOR);
+                        let node = (self.progress().nodes.len() > 1).then_some(self.coordinator);
                         let cause = name_drive(&self.plan_drive, error).into();
                         self.fail(CoordinatorError::OnNode { node, cause });
                         return CoordinatorReply::Over;
@@ -149,7 +156,9 @@ impl CoordinatedStageIn {
 
     fn record(&self, report: UnitReport) {
         let verdict = self.unit_ledger().record(report);
-        verdict.accepted.into_iter().for_each(|counts| self.counts().add(counts));
+        let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        verdict.accepted.into_iter().for_each(|(node, more)| counts.entry(Some(node)).or_default().add(more));
+        drop(counts);
         {
             let mut progress = self.progress();
             for rejected in verdict.rejected {
@@ -238,7 +247,7 @@ impl CoordinatedStageIn {
     /// Returns what a stalled stage-in is waiting for, by node.
     pub(super) fn waits_for(&self) -> String {
         if self.progress().phase == Phase::Merging {
-            return format!("node {COORDINATOR}: merging the sorted runs into the catalog");
+            return format!("node {}: merging the sorted runs into the catalog", self.coordinator);
         }
         let waits = self.waits();
         let waiting = (0..).map(NodeId).zip(&*waits).filter(|(_, waits)| !waits.is_empty()).take(WAITING_NODES_SHOWN_MAX);
@@ -277,8 +286,16 @@ impl CoordinatedStageIn {
 
     /// Returns a node that has not reported for so long that it has given up on the stage-in on its own.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
-        let silent = self.reported_at().iter().position(|reported_at| reported_at.elapsed() > self.deadlines.node_silent);
-        silent.map(|node| NodeId(node as u16))
+        // Before that, the supervisor declares a node lost that is silent to all.
+        let patience = self.deadlines.lost_after + self.deadlines.node_silent;
+        let reported_at = self.reported_at();
+        let is_silent = |node: &NodeId| reported_at.get(node.index()).is_some_and(|at| at.elapsed() > patience);
+        self.participants().into_iter().find(is_silent)
+    }
+
+    /// Returns the nodes that take part.
+    pub(super) fn participants(&self) -> Vec<NodeId> {
+        self.participants.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn reported_at(&self) -> MutexGuard<'_, Vec<Instant>> {
@@ -289,7 +306,40 @@ impl CoordinatedStageIn {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn counts(&self) -> MutexGuard<'_, Counts> {
-        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns what all accepted units have counted.
+    pub(super) fn counts(&self) -> Counts {
+        let counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
+        counts.values().fold(Counts::default(), |mut all, counts| {
+            all.add(counts.clone());
+            all
+        })
+    }
+
+    /// Goes on without a lost node: its units are assigned again. Returns `false` if that is too late, because all units were
+    /// finished, and some of what was found was on that node.
+    pub(super) fn go_on_without(&self, node: NodeId) -> bool {
+        let mut unit_ledger = self.unit_ledger();
+        if *self.all_read.borrow() || !self.all_begun.initialized() {
+            return false;
+        }
+        unit_ledger.lose(node);
+        drop(unit_ledger);
+        self.drop_participant(node);
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner).remove(&Some(node));
+        let mut progress = self.progress();
+        if let Some(of_node) = progress.nodes.get_mut(node.index()).map(std::mem::take) {
+            progress.files = progress.files.saturating_sub(of_node.files);
+            progress.bytes = progress.bytes.saturating_sub(of_node.bytes);
+        }
+        drop(progress);
+        self.waits().get_mut(node.index()).into_iter().for_each(Vec::clear);
+        self.step();
+        self.unit_reported.notify_waiters();
+        true
+    }
+
+    /// Records that a node no longer takes part.
+    pub(super) fn drop_participant(&self, node: NodeId) {
+        self.participants.lock().unwrap_or_else(PoisonError::into_inner).retain(|participant| *participant != node);
     }
 }

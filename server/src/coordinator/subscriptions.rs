@@ -14,12 +14,10 @@ use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::COORDINATOR;
-
 /// Why a subscription cannot be opened, or has no next event.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SubscriptionError {
-    #[error("only node {COORDINATOR} coordinates stage-ins")]
+    #[error("this node does not coordinate stage-ins, or not yet")]
     NotCoordinator,
     #[error(
         "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, and a session takes no more; try again when one has ended"
@@ -149,7 +147,7 @@ mod tests {
     use super::*;
 
     fn failed(reason: &str) -> Event {
-        Event::Failed { reason: reason.to_owned() }
+        Event::Failed { reason: reason.to_owned(), can_restart: false }
     }
 
     #[tokio::test]

@@ -79,7 +79,12 @@ impl Fetcher {
         let mut is_left = vec![true; chunks.len()];
         let mut fetch = self.begin_as_owner(dataset, chunks);
         fetch.awaited.iter().for_each(|&index| is_left[index as usize] = false);
-        while let Ok(Some(part)) = timeout_at(deadline, fetch.next()).await {
+        while let Ok(part) = timeout_at(deadline, fetch.next()).await {
+            let Some(part) = part else {
+                // This node was asking the owner for some of them, too, in vain.
+                is_left.iter_mut().zip(&read).for_each(|(is_left, read)| *is_left |= read.is_none());
+                break;
+            };
             for (index, fetched) in part {
                 let index = index as usize;
                 is_left[index] = false;

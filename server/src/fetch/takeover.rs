@@ -7,13 +7,12 @@
 
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
 use dayfly_meta::limits::BAD_HOLDERS_MAX;
 use dayfly_meta::placement::NodeSet;
-use dayfly_transport::TransportError;
 
 use super::Fetcher;
 use super::error::ReadError;
@@ -111,14 +110,21 @@ impl Fetcher {
         (dataset.copies() > 1).then(|| self.good_holders(dataset, block, absent.as_ref()).first().copied()).flatten()
     }
 
-    /// After a request to `node` has failed: returns whether the request should be made again, because other nodes can answer it.
-    pub(super) fn can_ask_others(&self, dataset: &Arc<Dataset>, chunks: &[Chunk], node: NodeId, error: &ReadError) -> bool {
-        if !is_absence(error) {
-            return false;
+    /// Takes note of a request to `node` that has failed. Returns whether the error means that the node cannot be reached, or does
+    /// not answer. From then on, other nodes are asked for those chunks that have other sources.
+    pub(super) fn note_absence(&self, node: NodeId, error: &ReadError) -> bool {
+        let is_absent =
+            matches!(error, ReadError::Peer(error) if matches!(**error, PeerError::Transport(_)) && error.is_absence());
+        if is_absent {
+            self.peers.suspect(node);
         }
-        self.peers.suspect(node);
-        // Chunks that have neither origins nor copies are asked for at their owner only.
-        chunks.iter().all(|&chunk| has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some())
+        is_absent
+    }
+
+    /// Returns whether a chunk can be read although a node does not answer: from its origin, or from another holder that is not
+    /// absent.
+    pub(super) fn has_other_source(&self, dataset: &Dataset, chunk: Chunk) -> bool {
+        has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some()
     }
 
     /// After `node` has not sent a good chunk: returns whether the chunk should be asked for again, because another node has a copy
@@ -129,15 +135,6 @@ impl Fetcher {
             return false;
         }
         self.bad_holders.insert(dataset, chunk.block, node);
-        has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some()
+        self.has_other_source(dataset, chunk)
     }
-}
-
-/// Returns whether an error means that the node cannot be reached, or does not answer.
-pub(super) fn is_absence(error: &ReadError) -> bool {
-    let ReadError::Peer(error) = error else { return false };
-    matches!(
-        **error,
-        PeerError::Transport(TransportError::Lost { .. } | TransportError::Timeout { .. } | TransportError::Stuck { .. })
-    )
 }

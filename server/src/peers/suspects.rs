@@ -1,15 +1,17 @@
 //! The absent peers: those that did not answer lately, called suspects, and those that the roster calls lost. Reads go to other
 //! nodes meanwhile. A task asks each suspect again and again, and takes it from the list once it answers.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::SUSPECT_ASKED_INTERVAL_MAX;
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::peer::AdministrationRequest;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::Peers;
 
@@ -21,14 +23,15 @@ pub(super) struct Suspects {
 
 struct List {
     nodes: NodeSet,
-    lost: NodeSet,
+    /// The lost members, and when this node learned that they are.
+    lost: BTreeMap<NodeId, Instant>,
     /// A task for each suspect. They end with the peers.
     asking: JoinSet<()>,
 }
 
 impl List {
     fn all(&self) -> NodeSet {
-        self.nodes.iter().chain(self.lost.iter()).collect()
+        self.nodes.iter().chain(self.lost.keys().copied()).collect()
     }
 }
 
@@ -36,7 +39,7 @@ impl Suspects {
     pub(super) fn new() -> Self {
         Self {
             is_any: AtomicBool::new(false),
-            list: Mutex::new(List { nodes: NodeSet::new(), lost: NodeSet::new(), asking: JoinSet::new() }),
+            list: Mutex::new(List { nodes: NodeSet::new(), lost: BTreeMap::new(), asking: JoinSet::new() }),
         }
     }
 
@@ -53,7 +56,10 @@ impl Suspects {
     /// Records which members are lost.
     pub(super) fn set_lost(&self, lost: NodeSet) {
         let mut list = self.list();
-        list.lost = lost;
+        list.lost.retain(|&node, _| lost.contains(node));
+        lost.iter().for_each(|node| {
+            list.lost.entry(node).or_insert_with(Instant::now);
+        });
         self.is_any.store(!list.all().is_empty(), Ordering::Release);
     }
 }
@@ -62,6 +68,11 @@ impl Peers {
     /// Returns the peers that are lost or did not answer lately; `None` if there are none.
     pub(crate) fn absent(&self) -> Option<NodeSet> {
         self.suspects.is_any.load(Ordering::Acquire).then(|| self.suspects.list().all())
+    }
+
+    /// Returns how long a member has been lost; `None` for a member that is not lost.
+    pub(crate) fn lost_for(&self, node: NodeId) -> Option<Duration> {
+        self.suspects.list().lost.get(&node).map(Instant::elapsed)
     }
 
     /// Records that a peer did not answer. From now on, the peer is asked until it answers.

@@ -272,10 +272,10 @@ impl<'a> OrderTask<'a> {
                 self.next_number += 1;
             }
         }
-        // The other chunks found no room in the arena.
-        let missing: Vec<Chunk> = missing.into_iter().flatten().collect();
-        self.observed.is_short |= !missing.is_empty();
-        self.upcoming.put_back(missing.into_iter());
+        // The other chunks found no room in the arena, or a node that was asked for them does not answer and others can serve them.
+        let has_no_room = |(index, chunk): (u32, &Option<Chunk>)| chunk.is_some() && !request.awaited.contains(&index);
+        self.observed.is_short |= (0..).zip(&missing).any(has_no_room);
+        self.upcoming.put_back(missing.into_iter().flatten());
         if request.is_remote {
             self.observed.latency = Some(self.observed.latency.map_or(request.took, |shortest| shortest.min(request.took)));
         }
@@ -388,6 +388,8 @@ struct CompletedRequest {
     /// The total length of the chunks in bytes.
     bytes: u64,
     fetched: FetchedChunks,
+    /// Indexes of the chunks that were neither local nor resident, and for which there was room.
+    awaited: Vec<u32>,
     took: Duration,
     /// Whether any chunk came over the network.
     is_remote: bool,
@@ -409,13 +411,14 @@ async fn fetch(
         }
     }
     let is_remote = fetching.load_bytes > 0;
+    let awaited = std::mem::take(&mut fetching.awaited);
     let mut fetched = FetchedChunks::new();
     while let Some(more) = fetching.next().await {
         fetched.extend(more);
     }
     if fetched.is_empty() {
-        // The arena had no room at all, so the next attempt waits.
+        // The arena had no room at all, or a node does not answer, so the next attempt waits.
         sleep(INTERVAL).await;
     }
-    CompletedRequest { chunks, bytes, fetched, took: start.elapsed(), is_remote }
+    CompletedRequest { chunks, bytes, fetched, awaited, took: start.elapsed(), is_remote }
 }

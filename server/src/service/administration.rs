@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, Answered, Rejection, RejectionKind};
 
+use crate::catch_up::CatchUp;
 use crate::membership::{Membership, from_wire};
 use crate::room::Room;
 use crate::status::StatusReporter;
@@ -15,6 +16,7 @@ pub(crate) struct Administration {
     pub(crate) membership: Arc<Membership>,
     pub(crate) status: Arc<StatusReporter>,
     pub(crate) room: Arc<Room>,
+    pub(crate) catch_up: Arc<CatchUp>,
     /// How long the last answer may take to go out before the server exits.
     pub(crate) last_answer: Duration,
 }
@@ -36,6 +38,10 @@ impl Administration {
             }
             AdministrationRequest::Agree(network) => {
                 self.membership.agree(from_wire(network)).await?;
+                Ok(AdministrationReply::Done)
+            }
+            AdministrationRequest::CatchUp => {
+                self.catch_up.catch_up().await?;
                 Ok(AdministrationReply::Done)
             }
             AdministrationRequest::End => {

@@ -16,8 +16,8 @@ impl Coordination {
     pub(super) async fn answer(&self, from: NodeId, request: CoordinatorRequest) -> Answered<CoordinatorReply> {
         let Self { coordinator } = self;
         Ok(match request {
-            CoordinatorRequest::Start(request) => {
-                let subscription = coordinator.start(request)?;
+            CoordinatorRequest::Start { id, request } => {
+                let subscription = coordinator.start(from, id, request)?;
                 CoordinatorReply::Started { subscription }
             }
             CoordinatorRequest::NextEvent { subscription, received } => {
@@ -28,9 +28,10 @@ impl Coordination {
                 coordinator.subscriptions().close(subscription);
                 CoordinatorReply::Done
             }
-            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, finished).await,
+            CoordinatorRequest::Datasets => CoordinatorReply::Datasets(coordinator.list_datasets()?),
+            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, from, finished).await,
             CoordinatorRequest::Report { stage_in, progress, waits, suspects, sightings } => {
-                coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })
+                coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })?
             }
             CoordinatorRequest::Fail { stage_in, rejection } => {
                 coordinator.fail(stage_in, from, rejection);

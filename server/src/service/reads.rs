@@ -1,9 +1,11 @@
 //! Reads: chunks of datasets, and bytes of runs and catalogs.
 
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::id::DatasetId;
+use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::{Answered, ReadReply, ReadRequest, Rejection, RejectionKind};
 use dayfly_transport::Piece;
 
@@ -24,8 +26,7 @@ impl Reads {
         let first_room = room.first().copied().unwrap_or(0);
         match request {
             ReadRequest::Chunks { dataset, chunks, recheck, takes_over } => {
-                let gone = || Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists");
-                let dataset = self.readable_dataset(dataset).ok_or_else(gone)?;
+                let dataset = self.readable_dataset(dataset).ok_or_else(no_such_dataset)?;
                 if chunks.len() != room.len() {
                     let reason = format!("{} chunks are wanted in {} slots", chunks.len(), room.len());
                     return Err(Rejection::new(RejectionKind::Invalid, reason));
@@ -35,6 +36,14 @@ impl Reads {
             }
             ReadRequest::Run { stage_in, run, offset } => {
                 Ok(with_checksum(self.stage_ins.get(stage_in)?.read_run(run, offset, first_room)?))
+            }
+            ReadRequest::DatasetCatalog { dataset, offset } => {
+                let dataset = self.readable_dataset(dataset).ok_or_else(no_such_dataset)?;
+                let len = dataset.catalog().header().file_len.saturating_sub(offset).min(first_room).min(BATCH_LEN_MAX as u64);
+                let mut bytes = vec![0; len as usize];
+                let read = dataset.catalog_file().read_exact_at(&mut bytes, offset);
+                read.map_err(|error| Rejection::new(RejectionKind::DriveFailed, format!("cannot read a catalog: {error}")))?;
+                Ok(with_checksum(bytes))
             }
             ReadRequest::Catalog { stage_in, offset } => {
                 Ok(with_checksum(self.stage_ins.get(stage_in)?.read_catalog(offset, first_room)?))
@@ -48,6 +57,10 @@ impl Reads {
         // Between the first two lookups the dataset may have become visible, and its stage-in may have settled.
         visible().or_else(|| self.stage_ins.dataset(id)).or_else(visible)
     }
+}
+
+fn no_such_dataset() -> Rejection {
+    Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists")
 }
 
 fn with_checksum(bytes: Vec<u8>) -> (ReadReply, Vec<Piece>) {

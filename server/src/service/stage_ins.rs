@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::peer::{Answered, NodeStageInReply, NodeStageInRequest};
 
 use crate::stage_in::{NodeStageIns, PreparedCatalog, StageInOrder};
@@ -13,12 +12,13 @@ pub(crate) struct StageIns {
 }
 
 impl StageIns {
-    pub(super) async fn answer(&self, from: NodeId, request: NodeStageInRequest) -> Answered<NodeStageInReply> {
+    pub(super) async fn answer(&self, request: NodeStageInRequest) -> Answered<NodeStageInReply> {
         let Self { stage_ins } = self;
         match request {
             NodeStageInRequest::MakeHeadroom => stage_ins.make_headroom().await?,
             NodeStageInRequest::Begin {
                 stage_in: number,
+                request,
                 selection,
                 seed,
                 max_rate,
@@ -26,9 +26,7 @@ impl StageIns {
                 stored_share,
                 expected_files,
             } => {
-                let coordinator = from;
-                let order =
-                    StageInOrder { number, coordinator, selection, seed, max_rate, capacities, stored_share, expected_files };
+                let order = StageInOrder { number, request, selection, seed, max_rate, capacities, stored_share, expected_files };
                 stage_ins.begin(order).await?;
             }
             NodeStageInRequest::Reserve { stage_in, block_len, rival } => {
@@ -39,14 +37,28 @@ impl StageIns {
                 let (run_lens, counted) = stage_ins.get(stage_in)?.finish().await?;
                 return Ok(NodeStageInReply::Finished { run_lens, counted });
             }
-            NodeStageInRequest::Prepare { stage_in, dataset, target, from, len, checksum } => {
-                let announced = PreparedCatalog { dataset, target, from, len, checksum };
+            NodeStageInRequest::Prepare { stage_in, dataset, target, from, len, checksum, replaces } => {
+                let announced = PreparedCatalog { dataset, target, from, len, checksum, replaces };
                 stage_ins.get(stage_in)?.prepare(announced).await?;
             }
             NodeStageInRequest::Copy { stage_in, is_required } => return Ok(stage_ins.get(stage_in)?.copy(is_required)?),
-            NodeStageInRequest::Commit { stage_in, replaces } => stage_ins.get(stage_in)?.commit(replaces)?,
-            NodeStageInRequest::Settle { stage_in } => stage_ins.settle(stage_in).await?,
-            NodeStageInRequest::Abort { stage_in } => stage_ins.abort(stage_in).await?,
+            NodeStageInRequest::Commit { stage_in, epoch } => {
+                stage_ins.admit(epoch)?;
+                stage_ins.get(stage_in)?.commit()?;
+            }
+            NodeStageInRequest::Settle { stage_in, epoch } => {
+                stage_ins.admit(epoch)?;
+                stage_ins.settle(stage_in).await?;
+            }
+            NodeStageInRequest::Abort { stage_in, epoch } => {
+                stage_ins.admit(epoch)?;
+                stage_ins.abort(stage_in).await?;
+            }
+            NodeStageInRequest::Inquire { epoch } => {
+                stage_ins.admit(epoch)?;
+                let (open, visible) = stage_ins.inquired();
+                return Ok(NodeStageInReply::Inquired { open, visible });
+            }
         }
         Ok(NodeStageInReply::Done)
     }

@@ -157,7 +157,7 @@ fn in_session(seed: u64, pfs_streams: usize, test: impl AsyncFnOnce(&mut World<'
         // The file system is healthy again, so every file can be read on every node.
         world.pfs.heal();
         sleep(2 * DEADLINES.origin).await;
-        session.read_all(&world.servers, TARGET, &source.files, &[]).await;
+        session.read_all(&world.servers, TARGET, &source.files).await;
         assert!(pfs.under_way_max() <= pfs_streams, "{} calls were under way at the same time", pfs.under_way_max());
         let World { servers, .. } = world;
         session.end(servers).await;

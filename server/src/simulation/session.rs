@@ -178,7 +178,7 @@ impl Session<'_> {
         let alive: Vec<Arc<Node>> =
             servers.iter().filter(|server| !killed.contains(&server.parts.config.node)).cloned().collect();
         self.check_visible(&alive, b"first", &sources.first.files).await;
-        self.read_all(&alive, b"first", &sources.first.files, &killed).await;
+        self.read_all(&alive, b"first", &sources.first.files).await;
         // A session without its coordinator is over: if only some nodes show the dataset then, nobody can undo that.
         if !killed.contains(&NodeId(0)) {
             let visible = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
@@ -192,7 +192,7 @@ impl Session<'_> {
             if visible == alive.len() && !is_truncated {
                 self.check_visible(&alive, b"second", &files).await;
                 let one = random.below(alive.len() as u64) as usize;
-                self.read_all(&alive[one..=one], b"second", &files, &killed).await;
+                self.read_all(&alive[one..=one], b"second", &files).await;
             }
         }
         drop(alive);
@@ -258,7 +258,7 @@ impl Session<'_> {
             loop {
                 match events.recv().await {
                     Some(Event::StagedIn(_)) => return Ok(()),
-                    Some(Event::Failed { reason }) => return Err(reason),
+                    Some(Event::Failed { reason, .. }) => return Err(reason),
                     Some(_) => {}
                     None => return Err("the stage-in ended without a result".to_owned()),
                 }
@@ -319,17 +319,16 @@ impl Session<'_> {
         Reader { net: self.net.clone(), server: server.clone(), report: self.report.clone(), limit: self.net.deadlines.server }
     }
 
-    /// Reads all files on all nodes. Only reads from owners that were killed may fail.
-    pub(super) async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files, killed: &[NodeId]) {
+    /// Reads all files on all nodes. No read may fail, because other nodes read the blocks of killed nodes from their sources.
+    pub(super) async fn read_all(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         let mut reading = JoinSet::new();
         for server in servers {
             let reader = self.reader(server);
-            let (target, files, killed) = (target.to_vec(), files.clone(), killed.to_vec());
+            let (target, files) = (target.to_vec(), files.clone());
             reading.spawn(async move {
                 let files: Vec<_> = files.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
                 for batch in files.chunks(8) {
-                    let is_explained = |reason: &String| killed.iter().any(|node| reason.contains(&format!("node {node} ")));
-                    for reason in reader.read(&target, batch).await.iter().filter(|reason| !is_explained(reason)) {
+                    for reason in reader.read(&target, batch).await {
                         reader.broken(format!("a read on a healthy network failed: {reason}"));
                     }
                 }
@@ -413,6 +412,9 @@ impl Reader {
             for reason in self.read(b"first", &wanted).await {
                 if !reason.contains("node ") {
                     self.broken(format!("the error of a read names no cause: {reason}"));
+                }
+                if ["is lost", "did not answer within", "is stuck"].iter().any(|words| reason.contains(words)) {
+                    self.broken(format!("a read failed because a node is absent, but others can read its blocks: {reason}"));
                 }
             }
         }

@@ -11,6 +11,7 @@ use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::peer::NodeStageInReply;
 use dayfly_meta::wire::status::Reads;
 use futures_util::stream::{self, StreamExt};
+use tokio::time::{Instant, sleep};
 use tracing::Instrument;
 
 use super::{NodeStageIn, NodeStageInError};
@@ -122,8 +123,9 @@ impl NodeStageIn {
             Chunk::all(BlockId(block.block), len)
         });
         let pulling = parts(dataset, chunks).into_iter().flat_map(|part| whole_blocks(dataset, part)).map(|chunks| async move {
-            let read = pull(&self.context.peers, &*self.context.blocking, dataset, owner, &chunks).await;
-            let read = read.map_err(|error| NodeStageInError::Copy { owner, error })?;
+            let Some(read) = self.pull_from(owner, dataset, &chunks).await? else {
+                return Ok(Pulled { chunks, bytes: Vec::new() });
+            };
             let bytes: Option<Vec<Vec<u8>>> = read.into_iter().collect();
             bytes.map(|bytes| Pulled { chunks, bytes }).ok_or(NodeStageInError::NoGoodCopy { owner })
         });
@@ -133,6 +135,30 @@ impl NodeStageIn {
             partial = self.store(dataset, pulled?, partial, progress, is_required).await?;
         }
         Ok(())
+    }
+
+    /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost; then there is nothing to copy.
+    async fn pull_from(
+        &self,
+        owner: NodeId,
+        dataset: &Arc<Dataset>,
+        chunks: &[Chunk],
+    ) -> Result<Option<Vec<Option<Vec<u8>>>>, NodeStageInError> {
+        let (start, peers) = (Instant::now(), &self.context.peers);
+        let patience = self.deadlines().lost_after + self.deadlines().node_silent;
+        loop {
+            let error = match pull(peers, &*self.context.blocking, dataset, owner, chunks).await {
+                Ok(read) => return Ok(Some(read)),
+                Err(error) => error,
+            };
+            if !peers.roster().is_live(owner) {
+                return Ok(None);
+            }
+            if !error.is_absence() || start.elapsed() > patience {
+                return Err(NodeStageInError::Copy { owner, error });
+            }
+            sleep(self.deadlines().progress_interval).await;
+        }
     }
 
     /// Stores what one request has brought.
@@ -150,6 +176,10 @@ impl NodeStageIn {
         let is_piece = dataset.chunk(first).is_some_and(|info| !info.is_block);
         let lens: Vec<u64> = if is_piece { vec![block_len] } else { bytes.iter().map(|bytes| bytes.len() as u64).collect() };
         let total = Reads { count: lens.len() as u64, bytes: lens.iter().sum() };
+        if bytes.is_empty() {
+            // Its owner is lost. Recovery makes the copy, if that is possible.
+            return Ok(None);
+        }
         let positions = match partial {
             Some((block, position)) if is_piece && block == first.block => vec![position],
             // The first chunk of this block found no room.

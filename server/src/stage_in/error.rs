@@ -12,6 +12,7 @@ use dayfly_stagein::StageInError;
 use crate::blocking::JobLost;
 use crate::copies::CopyError;
 use crate::ingest::IngestError;
+use crate::membership::decision::OldEpoch;
 use crate::peers::PeerError;
 use crate::room::RoomError;
 use crate::store::{Drive, PrepareError};
@@ -75,6 +76,8 @@ pub(crate) enum NodeStageInError {
     #[error("no dataset was prepared")]
     NotPrepared,
     #[error(transparent)]
+    OldEpoch(#[from] OldEpoch),
+    #[error(transparent)]
     JobLost(#[from] JobLost),
 }
 
@@ -84,14 +87,13 @@ impl NodeStageInError {
             Self::NotRunning => RejectionKind::NoSuchStageIn,
             Self::OtherRoster { .. } | Self::TooLong(_) | Self::NoSuchRun(_) => RejectionKind::Invalid,
             Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
+            Self::OldEpoch(_) => RejectionKind::OldEpoch,
             Self::Busy => RejectionKind::Busy,
             Self::NoRoom | Self::NoCatalogRoom(_) | Self::NoCopyRoom(_) => RejectionKind::NoRoom,
             Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) | Self::WriteCopy(_) => RejectionKind::DriveFailed,
-            Self::NotLanded(_)
-            | Self::ReadCatalog(_)
-            | Self::ShortCatalog { .. }
-            | Self::Copy { .. }
-            | Self::NoGoodCopy { .. } => RejectionKind::PeerFailed,
+            Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } => RejectionKind::PeerFailed,
+            // This node has waited for the owner as long as it makes sense.
+            Self::Copy { .. } | Self::NoGoodCopy { .. } => RejectionKind::Failed,
             Self::Ingest(error) => ingest_kind(error),
             Self::Worker(error) => worker_kind(error),
             Self::Prepare(error) => prepare_kind(error),
@@ -124,7 +126,11 @@ fn worker_kind(error: &StageInError) -> RejectionKind {
         StageInError::Corrupted { .. } => RejectionKind::Damaged,
         StageInError::TempFile(_) => RejectionKind::DriveFailed,
         StageInError::NoRoom { .. } => RejectionKind::NoRoom,
-        StageInError::Ship { .. } | StageInError::NoAssignment { .. } => RejectionKind::PeerFailed,
+        // An owner that has answered says itself what failed.
+        StageInError::Ship { cause, .. } | StageInError::NoAssignment { cause, .. } => match cause.downcast_ref() {
+            Some(PeerError::Rejected { rejection, .. }) => rejection.kind,
+            _ => RejectionKind::PeerFailed,
+        },
         _ => RejectionKind::SourceFailed,
     }
 }

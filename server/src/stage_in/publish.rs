@@ -29,6 +29,8 @@ pub(crate) struct PreparedCatalog {
     pub(crate) len: u64,
     /// CRC32C of the whole catalog.
     pub(crate) checksum: u32,
+    /// The dataset that the new one replaces.
+    pub(crate) replaces: Option<DatasetId>,
 }
 
 impl NodeStageIn {
@@ -62,9 +64,13 @@ impl NodeStageIn {
         self.publication().catalog = Some(catalog);
     }
 
-    /// Fetches the catalog unless it is already here, checks it, and prepares the dataset.
+    /// Fetches the catalog unless it is already here, checks it, and prepares the dataset. Does nothing if that has been done.
     pub(crate) async fn prepare(self: &Arc<Self>, announced: PreparedCatalog) -> Result<(), NodeStageInError> {
-        let PreparedCatalog { dataset: id, target, from, len, checksum } = announced;
+        let _preparing = self.preparing.lock().await;
+        if self.is_prepared() {
+            return Ok(());
+        }
+        let PreparedCatalog { dataset: id, target, from, len, checksum, replaces } = announced;
         let (drive, mut room) = self.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
         if !(room.grow(more) || self.context.room.make_room(more).await? && room.grow(more)) {
@@ -86,10 +92,13 @@ impl NodeStageIn {
         let preparing = self.context.blocking.run(move || {
             let (ingest, segments) = (&stage_in.ingest, stage_in.ingest.segments().clone());
             let stored_bytes = ingest.stored_bytes();
-            let new = NewDataset { id, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
-            let dataset = new.prepare(me, nodes, &|arrival| ingest.find(arrival))?;
+            let request = stage_in.request;
+            let new =
+                NewDataset { id, request, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
+            let dataset = new.prepare(me, nodes, Some(&|arrival| ingest.find(arrival)))?;
             stage_in.context.arena.adopt(&dataset);
-            stage_in.publication().prepared = Some(Arc::new(dataset));
+            let mut publication = stage_in.publication();
+            (publication.prepared, publication.replaces) = (Some(Arc::new(dataset)), replaces);
             Ok(())
         });
         preparing.await?
@@ -112,14 +121,17 @@ impl NodeStageIn {
         Ok(Arc::new(file))
     }
 
-    /// Makes the prepared dataset visible.
-    pub(crate) fn commit(&self, replaces: Option<DatasetId>) -> Result<(), NodeStageInError> {
+    /// Makes the prepared dataset visible. Does nothing if it is visible already.
+    pub(crate) fn commit(&self) -> Result<(), NodeStageInError> {
         let mut publication = self.publication();
+        if publication.visible.is_some() {
+            return Ok(());
+        }
         // The dataset also stays in `prepared`, so that at every moment a peer finds it either there or among the visible
         // datasets.
         let dataset = publication.prepared.clone().ok_or(NodeStageInError::NotPrepared)?;
         publication.visible = Some(dataset.id());
-        publication.replaced = self.context.store.show(dataset, replaces);
+        publication.replaced = self.context.store.show(dataset, publication.replaces);
         Ok(())
     }
 
@@ -150,6 +162,11 @@ impl NodeStageIn {
             prepared.set_gone(true);
         }
         self.ingest.segments().free();
+    }
+
+    /// Returns whether the dataset is prepared on this node. From then on, the coordinator may make it visible on other nodes.
+    pub(super) fn is_prepared(&self) -> bool {
+        self.publication().prepared.is_some()
     }
 
     /// Returns whether the dataset is visible on this node. From then on, only the coordinator may hide the dataset again,

@@ -51,16 +51,18 @@ async fn report(stage_in: &NodeStageIn) -> bool {
                 stage_in.suspect_paths.set(suspects);
                 stage_in.reserve_room_for_catalog(files).await;
             }
+            // A new coordinator does not know yet how the stage-in ends.
+            Ok(CoordinatorReply::Wait) => {}
             Ok(CoordinatorReply::Abort) => return true,
             Ok(_) => return false,
-            // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that
-            // shows the dataset keeps asking for longer than publishing may take. A node that is cut off for that long has
-            // already exited, because its lease expired.
-            Err(_) if stage_in.is_visible() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
+            // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that has
+            // prepared the dataset keeps asking for longer than publishing may take. If the coordinator is lost, another one
+            // answers.
+            Err(_) if stage_in.is_prepared() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
                 continue;
             }
             Err(error) => {
-                tracing::warn!(coordinator = %stage_in.coordinator, %error, "the coordinator does not answer; the stage-in ends here");
+                tracing::warn!(coordinator = %stage_in.coordinator(), %error, "the coordinator does not answer; the stage-in ends here");
                 return false;
             }
         }
@@ -81,7 +83,7 @@ async fn send_report(stage_in: &NodeStageIn, asked_at: Instant) -> Result<Coordi
     let mut attempts = 0;
     loop {
         attempts += 1;
-        match stage_in.context.peers.ask(stage_in.coordinator, request.clone(), deadlines.request).await {
+        match stage_in.context.peers.ask(stage_in.coordinator(), request.clone(), deadlines.request).await {
             // All nodes may dial the coordinator at once, so it may be slow to answer. It gets as much time as any peer gets
             // before it counts as lost.
             Err(PeerError::Transport(_)) if attempts < 2 || asked_at.elapsed() < deadlines.peer_lost => {

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use dayfly_meta::catalog::StoredBlock;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_LEN_MAX, SHIP_ATTEMPTS_MAX};
-use dayfly_meta::wire::peer::{Damaged, NodeStageInReply, NodeStageInRequest, OfferReply, OfferRequest, Rival};
+use dayfly_meta::wire::peer::{Damaged, NodeStageInReply, NodeStageInRequest, OfferReply, OfferRequest, RejectionKind, Rival};
 use dayfly_stagein::StageInError;
-use dayfly_stagein::pipeline::{Batch, BlockPiece, Delivery, Sink};
+use dayfly_stagein::pipeline::{Batch, BlockPiece, Delivery, Reserved, Sink};
 use dayfly_transport::{Region, Slot};
 use futures_util::future::BoxFuture;
 use tokio::runtime::Handle;
@@ -63,7 +63,7 @@ impl Owner for OwnNode {
 
     fn store_piece(&self, piece: BlockPiece<Slot>) -> BoxFuture<'static, Outcome> {
         let (stage_in, node) = (self.stage_in.clone(), self.stage_in.context.node);
-        let BlockPiece { buffer, len, arrival, offset, checksum } = piece;
+        let BlockPiece { buffer, len, arrival, offset, checksum, .. } = piece;
         Box::pin(async move {
             let stored = stage_in.store_piece((arrival, offset), checksum, buffer, len).await;
             stored.map(|()| Delivery::Piece).map_err(|error| not_stored(node, error))
@@ -89,28 +89,30 @@ impl Owner for PeerNode {
             let (slot, table) = batch.into_parts();
             let request = OfferRequest::Batch { stage_in: stage_in.number, blocks: table.blocks.clone() };
             let check = |bytes: &[u8]| check::batch(&table.blocks, bytes);
-            match offer(&stage_in, owner, &request, (slot, table.len), check).await? {
-                (OfferReply::Stored { first_arrival }, _) => {
+            match offer(&stage_in, owner, &request, (slot, table.len), check).await {
+                Ok((OfferReply::Stored { first_arrival }, _)) => {
                     stage_in.monitor.count_shipped(table.len as u64);
                     Ok(Delivery::Stored(first_arrival, table))
                 }
-                (OfferReply::NoRoom, slot) => Ok(Delivery::Full(owner, Batch::from_parts(slot, table))),
-                _ => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
+                Ok((OfferReply::NoRoom, slot)) => Ok(Delivery::Full(owner, Batch::from_parts(slot, table))),
+                Ok(_) => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
+                Err(failure) => failure.absent(owner, table.members),
             }
         })
     }
 
     fn store_piece(&self, piece: BlockPiece<Slot>) -> BoxFuture<'static, Outcome> {
         let (stage_in, owner) = (self.stage_in.clone(), self.owner);
-        let BlockPiece { buffer, len, arrival, offset, checksum } = piece;
+        let BlockPiece { buffer, len, member, arrival, offset, checksum } = piece;
         Box::pin(async move {
             let request = OfferRequest::Piece { stage_in: stage_in.number, arrival, offset, checksum };
-            match offer(&stage_in, owner, &request, (buffer, len), |bytes| check::piece(checksum, bytes)).await? {
-                (OfferReply::PieceStored, _) => {
+            match offer(&stage_in, owner, &request, (buffer, len), |bytes| check::piece(checksum, bytes)).await {
+                Ok((OfferReply::PieceStored, _)) => {
                     stage_in.monitor.count_shipped(len as u64);
                     Ok(Delivery::Piece)
                 }
-                _ => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
+                Ok(_) => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
+                Err(failure) => failure.absent(owner, vec![member]),
             }
         })
     }
@@ -124,21 +126,45 @@ async fn offer(
     request: &OfferRequest,
     (mut slot, len): (Slot, usize),
     check: impl Fn(&[u8]) -> Result<(), Damaged>,
-) -> Result<(OfferReply, Slot), StageInError> {
+) -> Result<(OfferReply, Slot), OfferFailure> {
     for _ in 0..SHIP_ATTEMPTS_MAX {
         let offered = stage_in.context.peers.offer(owner, request, slot, len).await;
-        let (reply, returned) = offered.map_err(|error| ship_error(owner, error))?;
+        let (reply, returned) = offered.map_err(|error| match is_absent(&error) {
+            true => OfferFailure::Absent(ship_error(owner, error)),
+            false => OfferFailure::Other(ship_error(owner, error)),
+        })?;
         if !matches!(reply, OfferReply::Damaged(_)) {
             return Ok((reply, returned));
         }
-        check(&returned[..len]).map_err(|damaged| corrupted(stage_in.context.node, damaged))?;
+        check(&returned[..len]).map_err(|damaged| OfferFailure::Other(corrupted(stage_in.context.node, damaged)))?;
         slot = returned;
     }
     let reason = format!(
         "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; that node's network card or memory, \
          or the network in between, is at fault"
     );
-    Err(ship_error(owner, reason))
+    Err(OfferFailure::Other(ship_error(owner, reason)))
+}
+
+/// Why an offer was not taken.
+enum OfferFailure {
+    /// The owner does not answer, or takes no part in the stage-in anymore.
+    Absent(StageInError),
+    Other(StageInError),
+}
+
+impl OfferFailure {
+    fn absent(self, node: NodeId, members: Vec<(usize, u32)>) -> Outcome {
+        match self {
+            Self::Absent(error) => Ok(Delivery::Absent { node, members, error }),
+            Self::Other(error) => Err(error),
+        }
+    }
+}
+
+/// Returns whether an owner is gone from the stage-in. One that was lost and has returned takes no part in it.
+fn is_absent(error: &PeerError) -> bool {
+    error.is_absence() || matches!(error, PeerError::Rejected { rejection, .. } if rejection.kind == RejectionKind::NoSuchStageIn)
 }
 
 fn ship_error(node: NodeId, cause: impl Into<Box<dyn Error + Send + Sync>>) -> StageInError {
@@ -217,12 +243,13 @@ impl Sink for NodeSink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError> {
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Reserved, StageInError> {
         let stage_in = &self.stage_in;
         let request = NodeStageInRequest::Reserve { stage_in: stage_in.number, block_len, rival };
         let asking = stage_in.context.peers.ask(owner, request, stage_in.deadlines().request);
         match stage_in.context.blocking.wait_for(stage_in.unless_cancelled(asking))? {
-            Ok(NodeStageInReply::Reserved { arrival }) => Ok(arrival),
+            Ok(NodeStageInReply::Reserved { arrival }) => Ok(arrival.map_or(Reserved::Full, Reserved::At)),
+            Err(error) if owner != stage_in.context.node && is_absent(&error) => Ok(Reserved::Absent),
             Ok(_) => Err(ship_error(owner, PeerError::InvalidAnswer(owner))),
             Err(error) => Err(ship_error(owner, error)),
         }

@@ -57,7 +57,7 @@ async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let (start, deadlines) = (Instant::now(), stage_in.deadlines());
     loop {
         let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
-        match stage_in.context.peers.ask(stage_in.coordinator, request, deadlines.request).await {
+        match stage_in.context.peers.ask(stage_in.coordinator(), request, deadlines.request).await {
             Err(PeerError::Transport(_)) if start.elapsed() < deadlines.peer_lost => sleep(deadlines.progress_interval).await,
             Err(unreported) => {
                 tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
@@ -92,11 +92,11 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
     loop {
         let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
         // The timeout is twice the deadline, because the coordinator answers only after the slowest node has begun.
-        let asking = context.peers.ask(stage_in.coordinator, request, 2 * stage_in.deadlines().request);
+        let asking = context.peers.ask(stage_in.coordinator(), request, 2 * stage_in.deadlines().request);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;
         let no_assignment =
-            |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator, cause: error.into() };
+            |error: PeerError| StageInError::NoAssignment { coordinator: stage_in.coordinator(), cause: error.into() };
         match reply.map_err(no_assignment)? {
             CoordinatorReply::Units(units) => finished = worker.run(&units)?,
             // If the stage-in has been canceled in the meantime, the reply to the next request ends this worker.

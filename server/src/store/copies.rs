@@ -69,6 +69,11 @@ impl Dataset {
         self.copies() > 1 && self.holders(block).iter().any(|holder| *holder != self.me() && !lost.contains(*holder))
     }
 
+    /// Returns whether a stage-in stored a block on this node, as its owner or as a copy.
+    pub(super) fn has_own_copy(&self, block: BlockId) -> bool {
+        matches!(self.locations().find(block), Some(Location::Owned(_)))
+    }
+
     /// Reserves room for copies on one drive, and returns their positions; `None` if no drive has room for all of them.
     pub(crate) fn allocate_copies(&self, lens: &[u64]) -> io::Result<Option<Vec<DrivePosition>>> {
         let room = lens.iter().copied().map(room_for).sum();

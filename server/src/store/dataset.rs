@@ -61,9 +61,11 @@ pub(crate) struct ChunkInfo {
 /// A dataset, visible or about to become visible.
 pub(crate) struct Dataset {
     id: DatasetId,
+    request: u64,
     target: Vec<u8>,
     catalog: Catalog,
     catalog_file: Arc<File>,
+    catalog_checksum: u32,
     locations: Arc<Locations>,
     locations_file: File,
     segments: Arc<Segments>,
@@ -84,6 +86,8 @@ pub(crate) struct Dataset {
 /// The parts of a dataset that is about to be prepared.
 pub(crate) struct NewDataset<'a> {
     pub(crate) id: DatasetId,
+    /// The number of the user's request that made the dataset.
+    pub(crate) request: u64,
     /// The path of the dataset's root below the namespace's prefix.
     pub(crate) target: Vec<u8>,
     /// The file of the catalog, and the drive that it is on.
@@ -101,14 +105,15 @@ pub(crate) struct NewDataset<'a> {
 
 impl NewDataset<'_> {
     /// Syncs the catalog to its drive, checks all of it, and fills in the locations of the blocks
-    /// that this node, `me`, owns. `find` returns where a block lies, given its arrival number.
+    /// that this node, `me`, owns. `find` returns where a block lies, given its arrival number. Without `find`, this node has none
+    /// of its blocks.
     pub(crate) fn prepare(
         self,
         me: NodeId,
         nodes: usize,
-        find: &dyn Fn(u32) -> Option<DrivePosition>,
+        find: Option<&dyn Fn(u32) -> Option<DrivePosition>>,
     ) -> Result<Dataset, PrepareError> {
-        let Self { id, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
+        let Self { id, request, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
         let catalog_file = Arc::new(read_only(file)?);
         // The catalog is synced before it is checked: a page that the drive lost is then read again from the drive, and fails the
         // check.
@@ -132,9 +137,11 @@ impl NewDataset<'_> {
         let (locations, cached_blocks) = (Arc::new(locations), CachedBlocks::default());
         Ok(Dataset {
             id,
+            request,
             target,
             catalog,
             catalog_file,
+            catalog_checksum: checksum,
             locations,
             locations_file,
             segments,
@@ -153,6 +160,11 @@ impl NewDataset<'_> {
 impl Dataset {
     pub(crate) fn id(&self) -> DatasetId {
         self.id
+    }
+
+    /// Returns the number of the user's request that made the dataset.
+    pub(crate) fn request(&self) -> u64 {
+        self.request
     }
 
     /// Returns the path of the dataset's root below the namespace's prefix.
@@ -202,6 +214,11 @@ impl Dataset {
 
     pub(crate) fn catalog_file(&self) -> &Arc<File> {
         &self.catalog_file
+    }
+
+    /// Returns the CRC32C of the whole catalog.
+    pub(crate) fn catalog_checksum(&self) -> u32 {
+        self.catalog_checksum
     }
 
     /// Returns whether the whole block is in this node's segments.
@@ -345,7 +362,7 @@ fn fill(
     catalog: &Catalog,
     locations: &Locations,
     me: NodeId,
-    find: &dyn Fn(u32) -> Option<DrivePosition>,
+    find: Option<&dyn Fn(u32) -> Option<DrivePosition>>,
 ) -> Result<Owned, PrepareError> {
     let mut owned = Owned::default();
     for sample in (0..catalog.header().samples).map(SampleId) {
@@ -355,10 +372,10 @@ fn fill(
             if catalog.owner(block) != Some(me) {
                 continue;
             }
-            if !catalog.is_stored(block) {
+            let Some(find) = find.filter(|_| catalog.is_stored(block)) else {
                 owned.unstored_bytes += block_len(size, part);
                 continue;
-            }
+            };
             let position = catalog.arrival(block).and_then(find).ok_or(PrepareError::Missing { sample, part })?;
             locations.publish(block, Location::Owned(position));
             owned.samples += u64::from(part == 0);

@@ -47,7 +47,7 @@ impl Dataset {
         self.owned().unstored_bytes + self.taken_over().bytes
     }
 
-    /// Returns whether this node holds a block only because some of its holders are among the lost nodes.
+    /// Returns whether this node holds a block that no stage-in stored here, because some of its holders are among the lost nodes.
     pub(crate) fn takes_over(&self, block: BlockId, lost: &NodeSet) -> bool {
         if lost.is_empty() {
             return false;
@@ -58,7 +58,8 @@ impl Dataset {
         }
         let holders = self.holders(block);
         let is_one_lost = holders.iter().any(|holder| lost.contains(*holder));
-        is_one_lost && !holders.contains(&self.me()) && self.holders_without(block, lost).contains(&self.me())
+        // A stage-in that loses a node cannot make all copies, so a holder may lack its own.
+        is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
     }
 
     /// Returns the bytes of the blocks that this node holds in place of lost owners. In a large dataset it looks at a part of the

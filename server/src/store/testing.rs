@@ -50,6 +50,7 @@ pub(crate) fn dataset_of(
     }
     let built = builder.finish(&|| {}).unwrap();
     let new = NewDataset {
+        request: 0,
         id: DatasetId(1),
         target: b"d".to_vec(),
         catalog: &built.file,
@@ -59,5 +60,5 @@ pub(crate) fn dataset_of(
         segments: Arc::new(Segments::create(drives, DatasetId(1)).unwrap()),
         stored_bytes: 0,
     };
-    new.prepare(NodeId(0), nodes, &|_| None).unwrap()
+    new.prepare(NodeId(0), nodes, Some(&|_| None)).unwrap()
 }

@@ -130,7 +130,7 @@ impl Listener {
 ///
 /// # Errors
 /// No address answers. The kind `ConnectionReset` means that a listener answered but ended the handshake: it has another key, or
-/// too many handshakes are under way on it.
+/// too many handshakes are under way on it. The kind `ConnectionRefused` means that nothing listens at any of the addresses.
 pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addresses: &[SocketAddr]) -> io::Result<Channel> {
     let mut dialing = tokio::task::JoinSet::new();
     for (place, &address) in addresses.iter().enumerate() {
@@ -147,7 +147,7 @@ pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addr
             Channel::new(stream, shaking.map_err(at)?, &deadlines)
         });
     }
-    let (mut failed, mut kind) = (Vec::new(), io::ErrorKind::NotConnected);
+    let (mut failed, mut kind, mut refused) = (Vec::new(), io::ErrorKind::NotConnected, 0);
     while let Some(dialed) = dialing.join_next().await {
         match dialed.map_err(io::Error::other).flatten() {
             Ok(channel) => return Ok(channel),
@@ -155,9 +155,13 @@ pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addr
                 if handshake::is_pushed_out(&error) {
                     kind = io::ErrorKind::ConnectionReset;
                 }
+                refused += usize::from(error.kind() == io::ErrorKind::ConnectionRefused);
                 failed.push(error.to_string());
             }
         }
+    }
+    if refused > 0 && refused == addresses.len() {
+        kind = io::ErrorKind::ConnectionRefused;
     }
     Err(io::Error::new(kind, failed.join("; ")))
 }

@@ -83,7 +83,8 @@ pub struct BatchTable {
     pub len: usize,
     /// The blocks, in the order of their bytes in the buffer.
     pub blocks: Vec<ShippedBlock>,
-    pub(super) members: Vec<(usize, u32)>,
+    /// For each block, the index of its member in the worker's list, and its number in the member.
+    pub members: Vec<(usize, u32)>,
 }
 
 /// A piece of a block that is larger than a batch.
@@ -92,6 +93,8 @@ pub struct BlockPiece<B> {
     pub buffer: B,
     /// Length of the piece in bytes.
     pub len: usize,
+    /// The index of the block's member in the worker's list, and the block's number in the member.
+    pub member: (usize, u32),
     /// The block's number at its owner, from [`super::Sink::reserve`].
     pub arrival: u32,
     /// Offset of the piece in the block.

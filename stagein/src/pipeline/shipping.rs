@@ -18,7 +18,7 @@ use dayfly_meta::wire::control::Step;
 use dayfly_meta::wire::peer::{Rival, ShippedBlock};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use super::{Batch, BlockPiece, Delivery, Sink, Worker};
+use super::{Batch, BlockPiece, Delivery, Reserved, Sink, Worker};
 use crate::StageInError;
 use crate::path_conflicts::rival;
 
@@ -108,9 +108,10 @@ impl<S: Sink> Worker<S> {
                 return self.read_unstored(index, part, block_len, data, read_error);
             };
             let rival = self.rival(index, part);
-            let reserved = self.call_sink(|sink| sink.reserve(owner, block_len, rival));
-            if let Some(arrival) = reserved? {
-                break (owner, arrival);
+            match self.call_sink(|sink| sink.reserve(owner, block_len, rival))? {
+                Reserved::At(arrival) => break (owner, arrival),
+                Reserved::Full => {}
+                Reserved::Absent => self.skip_absent(owner),
             }
             full.insert(owner);
         };
@@ -118,20 +119,32 @@ impl<S: Sink> Worker<S> {
         let mut offset = 0;
         while offset < block_len {
             let len = (block_len - offset).min(BATCH_LEN_MAX as u64) as usize;
-            let mut buffer = self.take_buffer(owner)?;
-            let space = &mut buffer[..len];
-            data.read_exact(space).map_err(read_error)?;
-            let checksum = checksum(space);
+            // If the owner has stopped to answer, the rest of the block is of no use there.
+            let piece = if self.absent.contains(owner) { None } else { Some(self.take_buffer(owner)?) };
+            let (checksum, piece) = match piece {
+                None => (self.read_for_checksum(len, data, read_error)?, None),
+                Some(mut buffer) => {
+                    let space = &mut buffer[..len];
+                    data.read_exact(space).map_err(read_error)?;
+                    let checksum = checksum(space);
+                    (checksum, Some(BlockPiece { buffer, len, member: (index, part), arrival, offset, checksum }))
+                }
+            };
             let starts_chunk = offset.is_multiple_of(CHUNK_LEN);
             chunk_checksum = if starts_chunk { checksum } else { combine(chunk_checksum, checksum, len as u64) };
-            self.limit_in_flight()?;
-            self.sink.ship_piece(owner, BlockPiece { buffer, len, arrival, offset, checksum })?;
+            if let Some(piece) = piece {
+                self.limit_in_flight()?;
+                self.sink.ship_piece(owner, piece)?;
+            }
             offset += len as u64;
             if offset.is_multiple_of(CHUNK_LEN) || offset == block_len {
                 self.add_checksum(index, chunk_checksum);
             }
         }
-        self.set_block(index, part, StoredBlock { owner, arrival });
+        match self.absent.contains(owner) {
+            true => self.mark_unstored(index, part),
+            false => self.set_block(index, part, StoredBlock { owner, arrival }),
+        }
         Ok(())
     }
 
@@ -280,6 +293,7 @@ impl<S: Sink> Worker<S> {
                 return Ok(());
             }
             Delivery::Full(node, batch) => (node, batch),
+            Delivery::Absent { node, members, error } => return self.leave_to_source(node, &members, error),
         };
         self.full.insert(node);
         // Shipping the blocks again needs a buffer from the sink. The batch is therefore copied out

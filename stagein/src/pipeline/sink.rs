@@ -52,13 +52,12 @@ pub trait Sink {
     /// in this node's memory, [`StageInError::Cancelled`].
     fn next_delivery(&mut self) -> Result<Delivery<Self::Buffer>, StageInError>;
 
-    /// Asks the owner for room for a block that will come in pieces. Returns the block's number at
-    /// its owner, or `None` if the owner is full.
+    /// Asks the owner for room for a block that will come in pieces.
     ///
     /// # Errors
     ///
     /// The errors of [`Self::next_delivery`].
-    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Option<u32>, StageInError>;
+    fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Reserved, StageInError>;
 
     /// Keeps a block that is not stored in memory, if there is room, so that its first readers find it there. `fill` writes the
     /// block's `len` bytes. Returns the block, whose owner is the node that keeps it. Returns `None`, without a call of `fill`,
@@ -77,6 +76,17 @@ pub trait Sink {
     }
 }
 
+/// An owner's answer to a request for room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reserved {
+    /// The block has this number at its owner.
+    At(u32),
+    /// The owner is full.
+    Full,
+    /// The owner does not answer.
+    Absent,
+}
+
 /// The outcome of shipping a batch or piece.
 pub enum Delivery<B> {
     /// The owner has stored the batch. The number is the first block's number at its owner; the
@@ -86,4 +96,13 @@ pub enum Delivery<B> {
     Piece,
     /// The owner is full and has stored nothing of the batch.
     Full(NodeId, Batch<B>),
+    /// The owner does not answer. The bytes are lost.
+    Absent {
+        /// The owner that does not answer.
+        node: NodeId,
+        /// The blocks: for each, the index of its member in the worker's list, and its number in the member.
+        members: Vec<(usize, u32)>,
+        /// The error for blocks that cannot be read again.
+        error: StageInError,
+    },
 }

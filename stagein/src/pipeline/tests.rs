@@ -124,12 +124,12 @@ impl Sink for &mut MemorySink {
         }
     }
 
-    fn reserve(&mut self, owner: NodeId, block_len: u64, _: Rival) -> Result<Option<u32>, StageInError> {
-        let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(None) };
+    fn reserve(&mut self, owner: NodeId, block_len: u64, _: Rival) -> Result<Reserved, StageInError> {
+        let Some(left) = self.room[owner.index()].checked_sub(block_len) else { return Ok(Reserved::Full) };
         self.room[owner.index()] = left;
         self.next_arrival += 1;
         self.stored.insert((owner, self.next_arrival - 1), vec![0; block_len as usize]);
-        Ok(Some(self.next_arrival - 1))
+        Ok(Reserved::At(self.next_arrival - 1))
     }
 }
 
@@ -202,13 +202,13 @@ fn run_within(
     let mut staged = Staged::default();
     let mut finished = Vec::new();
     loop {
-        let next = if finished.len() < workers { ledger.assign_next()? } else { NextUnits::NoneYet };
+        let next = if finished.len() < workers { ledger.assign_next(NodeId(0))? } else { NextUnits::NoneYet };
         match next {
             NextUnits::Assigned(units) => finished.extend(worker.run(&units)?),
             NextUnits::NoneYet => {
                 let report = finished.swap_remove(pick(finished.len()));
                 let verdict = ledger.record(report);
-                verdict.accepted.into_iter().for_each(|counts| staged.counts.add(counts));
+                verdict.accepted.into_iter().for_each(|(_, counts)| staged.counts.add(counts));
                 if let Some(reason) = verdict.failure {
                     let (path, offset) = (Path::new("failed").to_owned(), 0);
                     return Err(StageInError::Damaged { path, offset, is_decompressed: false, reason });

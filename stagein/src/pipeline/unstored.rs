@@ -3,7 +3,7 @@
 
 use std::io::{self, Read};
 
-use dayfly_meta::catalog::{MemberKind, NOT_STORED, Place, StoredBlock};
+use dayfly_meta::catalog::{NOT_STORED, StoredBlock};
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::placement::NodeSet;
@@ -20,9 +20,7 @@ impl<S: Sink> Worker<S> {
 
     /// Returns whether a member's blocks can be read again from their origin.
     pub(super) fn can_be_read_again(&self, index: usize) -> bool {
-        let is_nested = |place: Place| matches!(place, Place::Nested { .. });
-        let is_readable = |kind: &MemberKind| matches!(kind, MemberKind::File { place, .. } if !is_nested(*place));
-        self.stored_share.is_some() && self.unit.is_readable_again && is_readable(&self.members[index].kind)
+        self.stored_share.is_some() && self.is_in_source(index)
     }
 
     /// Reads a block for its checksums, and marks it as not stored. A block of one chunk may be kept in memory.
@@ -49,15 +47,10 @@ impl<S: Sink> Worker<S> {
         }
         let mut left = block_len;
         while left > 0 {
-            let len = left.min(CHUNK_LEN) as usize;
-            if self.unstored.len() < len {
-                self.unstored.resize(len, 0);
-            }
-            let space = &mut self.unstored[..len];
-            data.read_exact(space).map_err(read_error)?;
-            let checksum = checksum(space);
+            let len = left.min(CHUNK_LEN);
+            let checksum = self.read_for_checksum(len as usize, data, read_error)?;
             self.add_checksum(index, checksum);
-            left -= len as u64;
+            left -= len;
         }
         self.mark_unstored(index, part);
         Ok(())
@@ -77,7 +70,7 @@ impl<S: Sink> Worker<S> {
     }
 
     /// Marks a block as not stored. Its owner is its first candidate, whether that node is full or not.
-    fn mark_unstored(&mut self, index: usize, part: u32) {
+    pub(super) fn mark_unstored(&mut self, index: usize, part: u32) {
         let owner = self.placement.owner(self.group(&self.members[index].path), part, &NodeSet::new());
         // A session has at least one node.
         let Some(owner) = owner else { return };

@@ -17,7 +17,7 @@ fn units(patterns: &[&Path], selection: &Selection) -> Result<(StageInPlan, Vec<
     let request = PlanRequest { patterns: &patterns, selection, seed: 1, workers: 1 };
     let mut plan = plan_sources(&request, tempfile::tempfile().unwrap(), &ProgressMonitor::default())?;
     let mut units = Vec::new();
-    while let Some(unit) = plan.units.next_unit()? {
+    while let Some((_, unit)) = plan.units.next_unit()? {
         units.push(unit);
     }
     units.sort_by_key(|unit| unit.source);

@@ -1,6 +1,7 @@
 //! Stores units in a temporary file, so that a plan of many millions of files takes little memory,
 //! and decides in which order they are assigned.
 
+use std::cmp::Reverse;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
@@ -13,7 +14,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::StageInError;
 
-/// The units of a plan that no worker has received yet.
+/// The units of a plan. Units that workers have received stay in the file, because they are assigned again if the worker's node is
+/// lost.
 ///
 /// Large units come first, so that no worker starts a large unit when the others have already
 /// finished. The rest come in random order, so that samples that are neighbors in the sources do
@@ -22,9 +24,10 @@ pub struct UnitQueue {
     file: BufWriter<File>,
     /// Length of the file in bytes.
     file_len: u64,
-    /// The units. Once the queue is closed, they are in the reverse of the order in which they are
-    /// assigned.
+    /// The units. Once the queue is closed, they are in the order in which they are assigned.
     units: Vec<QueuedUnit>,
+    /// Index of the next unit.
+    next: usize,
 }
 
 /// Where an encoded unit is in the file.
@@ -40,7 +43,7 @@ struct QueuedUnit {
 
 impl UnitQueue {
     pub(crate) fn new(temp_file: File) -> Self {
-        Self { file: BufWriter::new(temp_file), file_len: 0, units: Vec::new() }
+        Self { file: BufWriter::new(temp_file), file_len: 0, units: Vec::new(), next: 0 }
     }
 
     /// Adds a unit that reads `source_bytes`.
@@ -60,25 +63,37 @@ impl UnitQueue {
     /// Orders the units. Must be called once, after the last `push`.
     pub(crate) fn close(&mut self, seed: u64) -> io::Result<()> {
         self.file.flush()?;
-        // Units are taken from the end.
         let weight = |unit: &QueuedUnit| if unit.source_bytes > UNIT_BYTES_MAX { unit.source_bytes } else { 0 };
-        self.units.sort_by_cached_key(|unit| (weight(unit), xxh3_64_with_seed(&unit.offset.to_le_bytes(), seed)));
+        self.units
+            .sort_by_cached_key(|unit| (Reverse(weight(unit)), Reverse(xxh3_64_with_seed(&unit.offset.to_le_bytes(), seed))));
         Ok(())
     }
 
     /// Returns the encoded length of the next unit, if that unit is small enough to be assigned
     /// together with others.
     pub(crate) fn next_small_len(&self) -> Option<usize> {
-        self.units.last().filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
+        self.units.get(self.next).filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
     }
 
-    /// Takes the next unit; `None` after the last.
+    /// Takes the next unit, and returns it with its index; `None` after the last.
     ///
     /// # Errors
     ///
     /// [`StageInError::TempFile`] if the unit cannot be read back as it was written.
-    pub fn next_unit(&mut self) -> Result<Option<Unit>, StageInError> {
-        let Some(QueuedUnit { offset, len, checksum, .. }) = self.units.pop() else { return Ok(None) };
+    pub fn next_unit(&mut self) -> Result<Option<(u32, Unit)>, StageInError> {
+        let index = self.next as u32;
+        let unit = self.unit(index)?;
+        self.next += usize::from(unit.is_some());
+        Ok(unit.map(|unit| (index, unit)))
+    }
+
+    /// Returns a unit, whether it has been taken or not; `None` if there is no such unit.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Self::next_unit`].
+    pub fn unit(&self, index: u32) -> Result<Option<Unit>, StageInError> {
+        let Some(&QueuedUnit { offset, len, checksum, .. }) = self.units.get(index as usize) else { return Ok(None) };
         let mut bytes = vec![0; len as usize];
         self.file.get_ref().read_exact_at(&mut bytes, offset).map_err(StageInError::TempFile)?;
         check(&bytes, checksum).map_err(|error| StageInError::TempFile(io::Error::other(error)))?;

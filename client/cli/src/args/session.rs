@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::{NODES_MAX, PFS_STREAMS_MAX, START_TIMEOUT, WORKERS_MAX};
+use dayfly_meta::limits::{LOST_AFTER_MAX_S, LOST_AFTER_MIN_S, NODES_MAX, PFS_STREAMS_MAX, START_TIMEOUT, WORKERS_MAX};
 
 use super::number;
 use super::stage_in::StageInOptions;
@@ -74,6 +74,10 @@ pub(crate) struct SessionArguments {
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(1..=86400))]
     pub(crate) stage_in_timeout: Option<u64>,
+    /// Count a server as lost when nothing has been heard of it for this long. Other nodes then take its
+    /// place. [default: 30]
+    #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(LOST_AFTER_MIN_S..=LOST_AFTER_MAX_S))]
+    pub(crate) lost_after: Option<u64>,
     /// Path at which programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,
@@ -128,6 +132,7 @@ impl SessionArguments {
             pfs_streams: self.pfs_streams,
             recovery_rate: self.recovery_rate,
             stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
+            lost_after: self.lost_after.map(Duration::from_secs),
             prefix: self.prefix.as_bytes().to_vec(),
             transport: self.transport.into(),
             rdma_device: self.rdma_device.clone(),

@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 
 use dayfly_meta::metrics::{page, prometheus};
+use dayfly_meta::wire::status::NodeEntry;
 
 use super::query;
 use crate::args::MetricsArguments;
@@ -15,8 +16,9 @@ pub(super) fn run(arguments: &MetricsArguments) -> Result<ExitCode, Failure> {
     }
     let (session, status) = query::status()?;
     let is_wanted = |node| arguments.all_nodes || node == session.node();
+    let is_here = |entry: &&NodeEntry| is_wanted(entry.node) && entry.lost_for_ms.is_none();
     let mut nodes = Vec::new();
-    for entry in status.nodes.iter().filter(|entry| is_wanted(entry.node)) {
+    for entry in status.nodes.iter().filter(is_here) {
         match &entry.status {
             Ok(node) => nodes.push((entry.node.0, node)),
             Err(reason) => return Err(Failure::new(format!("node {} does not answer: {reason}", entry.node))),

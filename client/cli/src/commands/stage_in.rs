@@ -146,7 +146,7 @@ pub(super) fn perform(
     let ended = session.control(Command::StageIn(request), &mut |event| {
         progress.show(&event);
         match event {
-            Event::Failed { reason } => failure = Some(reason),
+            Event::Failed { reason, .. } => failure = Some(reason),
             Event::StagedIn(done) => summary = Some(done),
             _ => {}
         }

@@ -25,7 +25,8 @@ pub(super) fn run(arguments: StatusArguments) -> Result<ExitCode, Failure> {
     } else {
         show_tables(&session, &status)
     }
-    let has_failed = status.nodes.iter().any(|entry| entry.status.is_err());
+    // A lost node is no failure of this command.
+    let has_failed = status.nodes.iter().any(|entry| entry.status.is_err() && entry.lost_for_ms.is_none());
     if has_failed { Err(Failure::silent()) } else { Ok(ExitCode::SUCCESS) }
 }
 
@@ -73,11 +74,16 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         "workers"
     );
     let all = all_held(status);
-    for NodeEntry { node, address, status } in &status.nodes {
+    for NodeEntry { node, address, status, lost_for_ms } in &status.nodes {
         let node = node.to_string();
         match status {
             Err(reason) => {
-                print_line!("{node:<5} {address:<21} does not answer: {}", display(without_os_numbers(reason).as_bytes()))
+                let reason = display(without_os_numbers(reason).as_bytes());
+                let what = match lost_for_ms {
+                    Some(lost_for_ms) => format!("has been lost for {} s; other nodes take its place", lost_for_ms / 1000),
+                    None => format!("does not answer: {reason}"),
+                };
+                print_line!("{node:<5} {address:<21} {what}")
             }
             Ok(node_status) => print_line!(
                 "{node:<5} {address:<21} {:>10} {:>10} {:>5.1}% {:>10} {:>10} {:>10} {:>8} {:>8}",
@@ -198,7 +204,10 @@ fn local_percent(node: &NodeStatus) -> f64 {
 fn as_json(session: &Session, status: &SessionStatus) -> Value {
     let all = all_held(status);
     let node = |entry: &NodeEntry| match &entry.status {
-        Err(reason) => json!({ "node": entry.node.0, "address": entry.address, "error": reason }),
+        Err(reason) => {
+            let (node, address) = (entry.node.0, &entry.address);
+            json!({ "node": node, "address": address, "error": reason, "lost_for_ms": entry.lost_for_ms })
+        }
         Ok(status) => {
             let mut value = json!({
                 "node": entry.node.0, "address": entry.address, "pid": status.pid,

@@ -23,7 +23,7 @@ pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
     session.control(Command::Tune(policy), &mut |event| {
         outcome = match event {
             Event::Tuned(policy) => Ok(policy),
-            Event::Failed { reason } => Err(Failure::new(reason)),
+            Event::Failed { reason, .. } => Err(Failure::new(reason)),
             _ => Err(Failure::new("the server sent an answer to another command; this is a bug")),
         }
     })?;

@@ -22,6 +22,8 @@ pub enum AdministrationRequest {
     /// Use this network from now on, as all nodes do, and pass the agreement on to the nodes below in the tree. Reply:
     /// [`AdministrationReply::Done`].
     Agree(AgreedNetwork),
+    /// Make this node's datasets the same as the coordinator's. Reply: [`AdministrationReply::Done`].
+    CatchUp,
     /// End the session on this node. Reply: [`AdministrationReply::Ended`], after which the server exits.
     End,
 }

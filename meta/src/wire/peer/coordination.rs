@@ -3,13 +3,22 @@
 use rkyv::{Archive, Deserialize, Serialize};
 
 use super::{Rejection, Sighting, SuspectPath, Unit, UnitReport};
+use crate::id::DatasetId;
 use crate::wire::control::{Counted, Event, StageInRequest};
 
 /// A request to the coordinator.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum CoordinatorRequest {
     /// Start a stage-in for a user of the asking node. Reply: [`CoordinatorReply::Started`].
-    Start(StageInRequest),
+    Start {
+        /// A number that the asking node has given the request. If a stage-in begins again, the number stays the same.
+        id: u64,
+        /// What the user asks for.
+        request: StageInRequest,
+    },
+    /// List the datasets of the session. Sent by a node that was lost and wants to be a member again. Reply:
+    /// [`CoordinatorReply::Datasets`].
+    Datasets,
     /// Wait a moment for the next event of a stage-in that this node started. Reply: [`CoordinatorReply::Event`].
     NextEvent {
         /// The number from [`CoordinatorReply::Started`].
@@ -53,6 +62,21 @@ pub enum CoordinatorRequest {
     },
 }
 
+/// A dataset of the session, as the coordinator lists it.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct ListedDataset {
+    /// The dataset's number.
+    pub dataset: DatasetId,
+    /// The number of the request that made it; see [`CoordinatorRequest::Start`].
+    pub request: u64,
+    /// The dataset's root, below the prefix.
+    pub target: Vec<u8>,
+    /// Length of its catalog in bytes.
+    pub len: u64,
+    /// CRC32C of its catalog.
+    pub checksum: u32,
+}
+
 /// The answer to a [`CoordinatorRequest`].
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
 pub enum CoordinatorReply {
@@ -63,6 +87,8 @@ pub enum CoordinatorReply {
     },
     /// The next event, or `None` if nothing has happened yet.
     Event(Option<Box<Event>>),
+    /// All datasets of the session.
+    Datasets(Vec<ListedDataset>),
     /// The request was carried out.
     Done,
     /// Units to read: one, or several small ones.

@@ -36,6 +36,13 @@ pub enum ReadRequest {
         /// Offset of the first wanted byte.
         offset: u64,
     },
+    /// Bytes of the catalog of a dataset that the peer shows, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
+    DatasetCatalog {
+        /// The dataset that has the catalog.
+        dataset: DatasetId,
+        /// Offset of the first wanted byte.
+        offset: u64,
+    },
 }
 
 /// A chunk that a peer does not send.

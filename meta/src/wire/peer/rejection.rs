@@ -29,6 +29,8 @@ pub enum RejectionKind {
     NoSuchStageIn,
     /// The request is for the coordinator, but its receiver is not the coordinator.
     NotCoordinator,
+    /// The request came from a coordinator of an older membership epoch.
+    OldEpoch,
     /// A step that must come first has not been taken.
     NotReady,
     /// The stage-in, or the wait for it, was canceled.

@@ -19,6 +19,8 @@ pub enum NodeStageInRequest {
     Begin {
         /// The stage-in's number, which the coordinator assigns.
         stage_in: u64,
+        /// The number of the request; see [`CoordinatorRequest::Start`](super::CoordinatorRequest::Start).
+        request: u64,
         /// What to take from the sources.
         selection: Selection,
         /// Seed of the placement, and of the order in which blocks are stored.
@@ -64,6 +66,8 @@ pub enum NodeStageInRequest {
         len: u64,
         /// CRC32C of the catalog.
         checksum: u32,
+        /// The dataset that this one replaces.
+        replaces: Option<DatasetId>,
     },
     /// Copy blocks of which this node is a holder from their owners, in the background. Sent again and again, until all nodes are
     /// done. Reply: [`NodeStageInReply::Copying`].
@@ -77,20 +81,30 @@ pub enum NodeStageInRequest {
     Commit {
         /// The stage-in that prepared the dataset.
         stage_in: u64,
-        /// The dataset to hide.
-        replaces: Option<DatasetId>,
+        /// The coordinator's membership epoch. A node that knows a newer one rejects the request.
+        epoch: u32,
     },
     /// The dataset is visible on all nodes: free what it replaced, and everything else that the
     /// stage-in still holds. Reply: [`NodeStageInReply::Done`].
     Settle {
         /// The stage-in that succeeded.
         stage_in: u64,
+        /// The coordinator's membership epoch, as for `Commit`.
+        epoch: u32,
     },
     /// The stage-in failed: forget all of it, and make visible again what it replaced. Reply:
     /// [`NodeStageInReply::Done`].
     Abort {
         /// The stage-in that failed.
         stage_in: u64,
+        /// The coordinator's membership epoch, as for `Commit`.
+        epoch: u32,
+    },
+    /// From a new coordinator: say how far each stage-in got here. From now on, the node rejects requests of older epochs.
+    /// Reply: [`NodeStageInReply::Inquired`].
+    Inquire {
+        /// The coordinator's membership epoch.
+        epoch: u32,
     },
 }
 
@@ -99,6 +113,13 @@ pub enum NodeStageInRequest {
 pub enum NodeStageInReply {
     /// The request was carried out.
     Done,
+    /// How far stage-ins got on this node.
+    Inquired {
+        /// The stage-ins that have not ended here.
+        open: Vec<u64>,
+        /// The datasets that are visible here.
+        visible: Vec<DatasetId>,
+    },
     /// Room for a large block.
     Reserved {
         /// The number that the block's pieces name, or `None` if no drive has room. In that case the block goes to the

@@ -76,6 +76,15 @@ pub(super) struct Member {
     pub(super) receiver: Receiver,
 }
 
+/// A session that has begun.
+pub(super) struct StartedSession {
+    pub(super) members: Vec<Member>,
+    /// Where peers reach the members, in the same order.
+    pub(super) addresses: Vec<SocketAddr>,
+    /// The listener that the servers have dialed, and dial again if their control channels break.
+    pub(super) listener: Listener,
+}
+
 /// The report of a server once it listens for peers.
 struct StartedServer {
     address: SocketAddr,
@@ -148,7 +157,7 @@ impl SessionStart {
     }
 
     /// Starts all servers and makes them one session.
-    pub(super) async fn run(&mut self) -> Result<Vec<Member>, LaunchError> {
+    pub(super) async fn run(&mut self) -> Result<StartedSession, LaunchError> {
         let is_local = self.request.allocation.launcher.is_local();
         let (mut listener, port) = self.listen(is_local).await?;
         let addresses = if is_local {
@@ -168,9 +177,10 @@ impl SessionStart {
         self.deadline = Instant::now() + self.request.start_timeout;
         let preference = self.request.invitation.settings.transport;
         let (mut members, started) = self.assign_nodes(is_local).await?;
+        let addresses = started.iter().map(|server| server.address).collect();
         self.connect(&mut members, started, preference).await?;
         self.show_pending_lines();
-        Ok(members)
+        Ok(StartedSession { members, addresses, listener })
     }
 
     async fn listen(&self, is_local: bool) -> Result<(Listener, u16), LaunchError> {

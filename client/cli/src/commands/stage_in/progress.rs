@@ -100,6 +100,15 @@ impl Reporter {
             Event::Planned(plan) => self.show_plan(plan),
             Event::Progress(progress) => self.show_progress(progress),
             Event::StagedIn(summary) => self.show_summary(summary),
+            Event::WentOn { node } => {
+                self.clear();
+                mention(format_args!("node {node} was lost; the stage-in goes on without it"));
+            }
+            Event::Restarted { reason } => {
+                self.clear();
+                let reason = display(without_os_numbers(reason).as_bytes());
+                mention(format_args!("{reason}; the stage-in begins again"));
+            }
             Event::Failed { .. } | Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => self.clear(),
         }
     }
@@ -112,7 +121,7 @@ impl Reporter {
             _ => "interrupted: nothing was staged in",
         };
         if self.json {
-            self.show_json(&Event::Failed { reason: reason.to_owned() });
+            self.show_json(&Event::Failed { reason: reason.to_owned(), can_restart: false });
         }
         complain(format_args!("'{}': {reason}", self.target));
     }
@@ -291,7 +300,13 @@ impl Reporter {
                     value
                 }).collect::<Vec<_>>(),
             }),
-            Event::Failed { reason } => json!({ "event": "failed", "reason": display(without_os_numbers(reason).as_bytes()) }),
+            Event::WentOn { node } => json!({ "event": "went-on", "lost_node": node.0 }),
+            Event::Restarted { reason } => {
+                json!({ "event": "restarted", "reason": display(without_os_numbers(reason).as_bytes()) })
+            }
+            Event::Failed { reason, .. } => {
+                json!({ "event": "failed", "reason": display(without_os_numbers(reason).as_bytes()) })
+            }
             Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
         };
         print_line!("{value}");

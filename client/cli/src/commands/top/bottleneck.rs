@@ -72,7 +72,7 @@ mod tests {
         let node = |number| {
             let mut status = NodeStatus { owners: vec![OwnerStatus::default(); 4], ..NodeStatus::default() };
             change(&mut status);
-            NodeEntry { node: NodeId(number), address: String::new(), status: Ok(status) }
+            NodeEntry { node: NodeId(number), address: String::new(), status: Ok(status), lost_for_ms: None }
         };
         Status { nodes: (0..4).map(node).collect(), datasets: Vec::new() }
     }

@@ -1,0 +1,156 @@
+//! Makes a node's datasets the same as the coordinator's. A node that was lost does this before it is a member again, because
+//! datasets may have appeared and disappeared meanwhile.
+//!
+//! The node keeps the blocks that it has: a dataset that still exists stays as it is. Of a dataset that is new to the node it takes
+//! the catalog only; the blocks that it owns are read from their origins when they are needed.
+
+use std::collections::HashSet;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::{BATCH_LEN_MAX, CATALOG_READS_RETRIED};
+use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest, ListedDataset, ReadRequest, Rejection, RejectionKind};
+use tokio::time::{Instant, sleep};
+
+use crate::arena::Arena;
+use crate::blocking::{Blocking, JobLost};
+use crate::peers::{PeerError, Peers};
+use crate::room::{Room, RoomError};
+use crate::stage_in::{NodeStageInError, NodeStageIns};
+use crate::store::{Dataset, Drive, NewDataset, PrepareError, Reservation, Segments, Store};
+
+/// Why a node cannot catch up with the session.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct CatchUpError(#[from] Cause);
+
+#[derive(Debug, thiserror::Error)]
+enum Cause {
+    #[error("cannot ask for the session's datasets: {0}")]
+    Ask(#[from] PeerError),
+    #[error("node {0} has less of a catalog than it announced")]
+    ShortCatalog(NodeId),
+    #[error("there is no room for the catalog of '{0}'")]
+    NoRoom(String),
+    #[error("cannot write a catalog: {0}")]
+    Write(#[from] std::io::Error),
+    #[error(transparent)]
+    Prepare(#[from] PrepareError),
+    #[error(transparent)]
+    Room(#[from] RoomError),
+    #[error(transparent)]
+    StageIn(#[from] NodeStageInError),
+    #[error(transparent)]
+    JobLost(#[from] JobLost),
+}
+
+impl From<CatchUpError> for Rejection {
+    fn from(error: CatchUpError) -> Self {
+        Self::new(RejectionKind::Failed, error)
+    }
+}
+
+/// The parts of a node that it catches up with.
+pub(crate) struct CatchUp {
+    pub(crate) peers: Arc<Peers>,
+    pub(crate) store: Arc<Store>,
+    pub(crate) stage_ins: Arc<NodeStageIns>,
+    pub(crate) arena: Arena,
+    pub(crate) room: Arc<Room>,
+    pub(crate) blocking: Arc<dyn Blocking>,
+    /// Held while the node catches up, because two tasks may want to at once.
+    pub(crate) running: tokio::sync::Mutex<()>,
+}
+
+impl CatchUp {
+    /// Makes this node's datasets the same as the coordinator's.
+    pub(crate) async fn catch_up(&self) -> Result<(), CatchUpError> {
+        let _running = self.running.lock().await;
+        Ok(self.run().await?)
+    }
+
+    async fn run(&self) -> Result<(), Cause> {
+        let (coordinator, listed) = self.list().await?;
+        if coordinator == self.peers.own_node() {
+            return Ok(());
+        }
+        let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
+        // What this node took part in has ended meanwhile, one way or the other.
+        self.stage_ins.end_all(&wanted).await?;
+        let is_gone = |dataset: &Arc<Dataset>| !wanted.contains(&dataset.id());
+        for dataset in self.store.datasets().into_iter().filter(is_gone) {
+            tracing::info!(dataset = dataset.id().0, "this dataset has disappeared while this node was lost");
+            self.drop_dataset(dataset).await?;
+        }
+        for listed in listed {
+            if self.store.dataset(listed.dataset).is_none() {
+                tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
+                self.add(coordinator, listed).await?;
+            }
+        }
+        Ok(self.room.plan_cache().await?)
+    }
+
+    /// Asks the coordinator for its datasets. A new coordinator is not ready at once.
+    async fn list(&self) -> Result<(NodeId, Vec<ListedDataset>), Cause> {
+        let (start, deadlines) = (Instant::now(), *self.peers.deadlines());
+        loop {
+            let coordinator = self.peers.roster().coordinator();
+            match self.peers.ask(coordinator, CoordinatorRequest::Datasets, deadlines.request).await {
+                Ok(CoordinatorReply::Datasets(listed)) => return Ok((coordinator, listed)),
+                Ok(_) => return Err(PeerError::InvalidAnswer(coordinator).into()),
+                Err(error) if start.elapsed() > deadlines.lost_after => return Err(error.into()),
+                Err(_) => sleep(deadlines.progress_interval).await,
+            }
+        }
+    }
+
+    async fn drop_dataset(&self, dataset: Arc<Dataset>) -> Result<(), Cause> {
+        self.store.hide(dataset.id());
+        self.arena.forget(dataset.id());
+        Ok(self.blocking.run(move || dataset.free()).await?)
+    }
+
+    /// Takes the catalog of a dataset, and shows the dataset.
+    async fn add(&self, from: NodeId, listed: ListedDataset) -> Result<(), Cause> {
+        let drive = self.store.roomiest_drive();
+        let mut room = Reservation::empty(&drive);
+        if !(room.grow(listed.len) || self.room.make_room(listed.len).await? && room.grow(listed.len)) {
+            return Err(Cause::NoRoom(dayfly_meta::path::display(&listed.target)));
+        }
+        let file = self.fetch_catalog(&drive, from, &listed).await?;
+        let (me, nodes, drives) = (self.peers.own_node(), self.peers.count(), self.store.drives().to_vec());
+        let preparing = self.blocking.run(move || -> Result<Dataset, Cause> {
+            let segments = Arc::new(Segments::create(&drives, listed.dataset)?);
+            let ListedDataset { dataset: id, request, target, checksum, .. } = listed;
+            let new =
+                NewDataset { id, request, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
+            Ok(new.prepare(me, nodes, None)?)
+        });
+        let dataset = preparing.await??;
+        self.store.show(Arc::new(dataset), None);
+        Ok(())
+    }
+
+    async fn fetch_catalog(&self, drive: &Drive, from: NodeId, listed: &ListedDataset) -> Result<std::fs::File, Cause> {
+        let file = drive.unnamed_file()?;
+        let (mut offset, mut failures) = (0, 0);
+        while offset < listed.len {
+            let request = ReadRequest::DatasetCatalog { dataset: listed.dataset, offset };
+            let bytes = match self.peers.pull_bytes(from, request, (listed.len - offset).min(BATCH_LEN_MAX as u64)).await {
+                Err(PeerError::Transport(_)) if failures < CATALOG_READS_RETRIED => {
+                    failures += 1;
+                    continue;
+                }
+                read => read?,
+            };
+            if bytes.is_empty() {
+                return Err(Cause::ShortCatalog(from));
+            }
+            file.write_all_at(&bytes, offset).map_err(|error| drive.failure(error))?;
+            offset += bytes.len() as u64;
+        }
+        Ok(file)
+    }
+}

@@ -1,0 +1,360 @@
+//! The supervisor's rules: which members are live, lost, or returning. This is a state machine without sockets or a clock; the
+//! supervisor tells it what happens, and calls [`Supervision::tick`] once per interval of the lease.
+//!
+//! Invariants: only a tick changes the roster, so that several changes make one epoch. A member that was lost is a member again
+//! only after it has said that it caught up, and then with a higher incarnation. The coordinator is live as long as any member is.
+
+use std::net::SocketAddr;
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::roster::{Roster, RosterChange, RosterMember};
+
+/// How many ticks a member may be silent, or without a control channel.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// After this many ticks without a sign of life, a member is lost.
+    pub silent_ticks: u32,
+    /// After this many ticks, a member that closed its control channel and has not dialed again is lost.
+    pub closed_ticks: u32,
+}
+
+impl Patience {
+    /// Counts the deadlines in ticks.
+    pub fn new(deadlines: &Deadlines) -> Self {
+        let ticks = |limit: std::time::Duration| limit.as_millis().div_ceil(deadlines.lease_interval.as_millis().max(1)) as u32;
+        Self { silent_ticks: ticks(deadlines.lost_after), closed_ticks: ticks(deadlines.reconnect) }
+    }
+}
+
+/// The supervisor's answer to a sign of life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Greeting {
+    /// The server is a member and remains one.
+    Continue,
+    /// The server was lost. To be a member again, it catches up with the session as this incarnation.
+    Return {
+        /// The number of the incarnation.
+        incarnation: u32,
+    },
+}
+
+/// What a tick has changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Changes {
+    /// Members that have been lost, and why.
+    pub lost: Vec<(NodeId, Loss)>,
+    /// Members that have returned.
+    pub returned: Vec<NodeId>,
+}
+
+/// Why a member counts as lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Loss {
+    /// No message came from it.
+    Silent,
+    /// It closed its control channel and did not dial again.
+    Closed,
+    /// It said that it ended.
+    Ended,
+    /// Another server has taken its place.
+    Replaced,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum State {
+    /// A member that was heard of this many ticks ago.
+    Live {
+        silent_ticks: u32,
+    },
+    /// A member whose control channel was closed this many ticks ago.
+    Closed {
+        ticks: u32,
+    },
+    /// A member whose server said this many ticks ago that it ends. At the end of a session, all do.
+    Ended {
+        ticks: u32,
+    },
+    Lost,
+    /// A lost member that has been told to catch up.
+    Returning {
+        silent_ticks: u32,
+    },
+    /// A lost member that has caught up.
+    CaughtUp,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Supervised {
+    state: State,
+    /// The last incarnation that was handed out.
+    incarnation: u32,
+    address: SocketAddr,
+}
+
+/// The members of a session, as their supervisor sees them.
+#[derive(Clone, Debug)]
+pub struct Supervision {
+    patience: Patience,
+    members: Vec<Supervised>,
+    initial: Vec<SocketAddr>,
+    roster: Roster,
+}
+
+impl Supervision {
+    /// Begins with members that are all live.
+    pub fn new(addresses: &[SocketAddr], patience: Patience) -> Self {
+        let member = |&address| Supervised { state: State::Live { silent_ticks: 0 }, incarnation: 0, address };
+        Self {
+            patience,
+            members: addresses.iter().map(member).collect(),
+            initial: addresses.to_vec(),
+            roster: Roster::new(addresses),
+        }
+    }
+
+    /// Returns the roster of the present epoch.
+    pub fn roster(&self) -> &Roster {
+        &self.roster
+    }
+
+    /// Returns the present epoch's difference from the first one.
+    pub fn change(&self) -> RosterChange {
+        let first = |&address| RosterMember { address, incarnation: 0, is_lost: false };
+        let members = (0..).zip(&self.initial).filter_map(|(node, address)| {
+            let member = self.roster.member(NodeId(node))?;
+            (*member != first(address)).then(|| (node, member.clone()))
+        });
+        RosterChange { epoch: self.roster.epoch(), coordinator: self.roster.coordinator().0, members: members.collect() }
+    }
+
+    /// Returns whether no member is left, nor one that could still return.
+    pub fn is_over(&self) -> bool {
+        self.members.iter().all(|member| matches!(member.state, State::Lost | State::Ended { .. }))
+    }
+
+    /// Returns whether a node's lease is to be renewed: it is a member, or about to be one again.
+    pub fn is_renewed(&self, node: NodeId) -> bool {
+        self.members.get(node.index()).is_some_and(|member| !matches!(member.state, State::Lost | State::Ended { .. }))
+    }
+
+    /// Records a message of a member on its control channel.
+    pub fn heard(&mut self, node: NodeId) -> Greeting {
+        let Some(member) = self.members.get_mut(node.index()) else { return Greeting::Continue };
+        match &mut member.state {
+            State::Live { silent_ticks } | State::Returning { silent_ticks } => *silent_ticks = 0,
+            State::Closed { .. } => member.state = State::Live { silent_ticks: 0 },
+            State::Ended { .. } | State::CaughtUp => {}
+            State::Lost => return member.invite(),
+        }
+        Greeting::Continue
+    }
+
+    /// Records that a member has dialed the supervisor again. `incarnation` is the one that its server believes to be.
+    pub fn dialed(&mut self, node: NodeId, incarnation: u32) -> Greeting {
+        let Some(member) = self.members.get_mut(node.index()) else { return Greeting::Continue };
+        match member.state {
+            State::Live { .. } | State::Closed { .. } if incarnation == member.incarnation => {
+                member.state = State::Live { silent_ticks: 0 };
+                Greeting::Continue
+            }
+            State::CaughtUp if incarnation == member.incarnation => Greeting::Continue,
+            // The server that dials is not the one that this member is, or it has to catch up again.
+            _ => member.invite(),
+        }
+    }
+
+    /// Records that a member's control channel was closed by its server.
+    pub fn closed(&mut self, node: NodeId) {
+        let Some(member) = self.members.get_mut(node.index()) else { return };
+        match member.state {
+            State::Live { .. } => member.state = State::Closed { ticks: 0 },
+            State::Returning { .. } | State::CaughtUp => member.state = State::Lost,
+            State::Closed { .. } | State::Ended { .. } | State::Lost => {}
+        }
+    }
+
+    /// Records that a member's server has ended because it was told to.
+    pub fn ended(&mut self, node: NodeId) {
+        if let Some(member) = self.members.get_mut(node.index()) {
+            member.state = State::Ended { ticks: 0 };
+        }
+    }
+
+    /// Records that a returning server has caught up with the session.
+    pub fn caught_up(&mut self, node: NodeId, incarnation: u32, address: SocketAddr) {
+        if let Some(member) = self.members.get_mut(node.index())
+            && matches!(member.state, State::Returning { .. })
+            && member.incarnation == incarnation
+        {
+            (member.state, member.address) = (State::CaughtUp, address);
+        }
+    }
+
+    /// Lets one interval pass. If any member is lost or has returned, this begins a new epoch.
+    pub fn tick(&mut self) -> Changes {
+        let mut changes = Changes::default();
+        for (node, member) in (0..).map(NodeId).zip(&mut self.members) {
+            match &mut member.state {
+                State::Live { silent_ticks } => {
+                    *silent_ticks += 1;
+                    if *silent_ticks > self.patience.silent_ticks {
+                        member.state = State::Lost;
+                        changes.lost.push((node, Loss::Silent));
+                    }
+                }
+                State::Closed { ticks } => {
+                    *ticks += 1;
+                    if *ticks > self.patience.closed_ticks {
+                        member.state = State::Lost;
+                        changes.lost.push((node, Loss::Closed));
+                    }
+                }
+                State::Ended { ticks } => {
+                    *ticks += 1;
+                    if *ticks > self.patience.closed_ticks && self.roster.is_live(node) {
+                        changes.lost.push((node, Loss::Ended));
+                    }
+                }
+                State::Returning { silent_ticks } => {
+                    if self.roster.is_live(node) {
+                        changes.lost.push((node, Loss::Replaced));
+                    }
+                    *silent_ticks += 1;
+                    if *silent_ticks > self.patience.silent_ticks {
+                        member.state = State::Lost;
+                    }
+                }
+                State::CaughtUp => {
+                    member.state = State::Live { silent_ticks: 0 };
+                    changes.returned.push(node);
+                }
+                State::Lost => {}
+            }
+        }
+        if changes != Changes::default() {
+            self.begin_epoch(&changes);
+        }
+        changes
+    }
+
+    fn begin_epoch(&mut self, changes: &Changes) {
+        let row = |node: NodeId, is_lost| {
+            let member = self.members.get(node.index())?;
+            Some((node.0, RosterMember { address: member.address, incarnation: member.incarnation, is_lost }))
+        };
+        // A lost member keeps its incarnation in the roster, whatever was offered to it since.
+        let lost = changes.lost.iter().filter_map(|(node, _)| {
+            let member = self.roster.member(*node)?;
+            Some((node.0, RosterMember { is_lost: true, ..member.clone() }))
+        });
+        let members = lost.chain(changes.returned.iter().filter_map(|&node| row(node, false))).collect();
+        let mut change = RosterChange { epoch: self.roster.epoch() + 1, coordinator: self.roster.coordinator().0, members };
+        let mut next = self.roster.clone();
+        next.apply(&change);
+        if !next.is_live(next.coordinator()) {
+            change.coordinator = next.live().next().map_or(change.coordinator, |lowest| lowest.0);
+        }
+        self.roster.apply(&change);
+    }
+}
+
+impl Supervised {
+    fn invite(&mut self) -> Greeting {
+        self.incarnation += 1;
+        self.state = State::Returning { silent_ticks: 0 };
+        Greeting::Return { incarnation: self.incarnation }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PATIENCE: Patience = Patience { silent_ticks: 5, closed_ticks: 2 };
+
+    fn session() -> Supervision {
+        let addresses: Vec<SocketAddr> = (1..=3).map(|node| SocketAddr::from(([127, 0, 0, node], 7))).collect();
+        Supervision::new(&addresses, PATIENCE)
+    }
+
+    /// Lets ticks pass while all nodes but `silent` are heard. Returns what changed.
+    fn pass(supervision: &mut Supervision, ticks: u32, silent: &[u16]) -> Vec<Changes> {
+        let tick = |_| {
+            (0..3).filter(|node| !silent.contains(node)).for_each(|node| {
+                supervision.heard(NodeId(node));
+            });
+            supervision.tick()
+        };
+        (0..ticks).map(tick).filter(|changes| *changes != Changes::default()).collect()
+    }
+
+    fn address(supervision: &Supervision, node: u16) -> SocketAddr {
+        supervision.roster().member(NodeId(node)).unwrap().address
+    }
+
+    #[test]
+    fn a_silent_member_is_lost_after_its_patience_and_returns_only_after_it_has_caught_up() {
+        let mut supervision = session();
+        assert_eq!(pass(&mut supervision, 5, &[0]), []);
+        assert_eq!(pass(&mut supervision, 1, &[0]), [Changes { lost: vec![(NodeId(0), Loss::Silent)], returned: vec![] }]);
+        assert_eq!((supervision.roster().epoch(), supervision.roster().coordinator()), (1, NodeId(1)));
+        assert_eq!(supervision.heard(NodeId(0)), Greeting::Return { incarnation: 1 });
+        assert_eq!(pass(&mut supervision, 3, &[]), [], "it has not caught up");
+        let at = address(&supervision, 0);
+        supervision.caught_up(NodeId(0), 7, at);
+        assert_eq!(pass(&mut supervision, 1, &[]), [], "another incarnation has caught up");
+        supervision.caught_up(NodeId(0), 1, at);
+        assert_eq!(pass(&mut supervision, 1, &[]), [Changes { lost: vec![], returned: vec![NodeId(0)] }]);
+        let member = supervision.roster().member(NodeId(0)).unwrap();
+        assert_eq!((supervision.roster().epoch(), member.incarnation, member.is_lost), (2, 1, false));
+        assert_eq!(supervision.roster().coordinator(), NodeId(1), "the coordinator changes only when it is lost");
+        assert_eq!(supervision.change().members.len(), 1);
+    }
+
+    #[test]
+    fn a_closed_channel_is_a_loss_unless_the_same_incarnation_dials_again() {
+        let mut supervision = session();
+        supervision.closed(NodeId(2));
+        assert_eq!(pass(&mut supervision, 2, &[2]), []);
+        assert_eq!(supervision.dialed(NodeId(2), 0), Greeting::Continue);
+        assert_eq!(pass(&mut supervision, 5, &[2]), []);
+        supervision.closed(NodeId(2));
+        let changes = pass(&mut supervision, 3, &[2]);
+        assert_eq!(changes, [Changes { lost: vec![(NodeId(2), Loss::Closed)], returned: vec![] }]);
+        assert_eq!(supervision.dialed(NodeId(2), 0), Greeting::Return { incarnation: 1 });
+        supervision.closed(NodeId(2));
+        assert_eq!(supervision.dialed(NodeId(2), 1), Greeting::Return { incarnation: 2 }, "it has to catch up from the start");
+        let mut supervision = session();
+        supervision.closed(NodeId(2));
+        assert_eq!(supervision.dialed(NodeId(2), 1), Greeting::Return { incarnation: 1 }, "that server is not the member");
+        let changes = pass(&mut supervision, 1, &[]);
+        assert_eq!(changes, [Changes { lost: vec![(NodeId(2), Loss::Replaced)], returned: vec![] }]);
+    }
+
+    #[test]
+    fn changes_within_one_interval_make_one_epoch() {
+        let mut supervision = session();
+        supervision.ended(NodeId(0));
+        supervision.ended(NodeId(1));
+        assert_eq!(pass(&mut supervision, 3, &[0, 1]).len(), 1);
+        assert_eq!((supervision.roster().epoch(), supervision.roster().coordinator()), (1, NodeId(2)));
+        assert!(!supervision.is_over());
+        assert_eq!(supervision.dialed(NodeId(1), 0), Greeting::Return { incarnation: 1 }, "another server on that node");
+        supervision.ended(NodeId(1));
+        supervision.ended(NodeId(2));
+        assert!(supervision.is_over());
+    }
+
+    #[test]
+    fn a_member_that_stops_while_it_returns_stays_lost() {
+        let mut supervision = session();
+        pass(&mut supervision, 6, &[1]);
+        assert_eq!(supervision.heard(NodeId(1)), Greeting::Return { incarnation: 1 });
+        assert_eq!(pass(&mut supervision, 7, &[1]), []);
+        assert_eq!(supervision.heard(NodeId(1)), Greeting::Return { incarnation: 2 });
+        supervision.caught_up(NodeId(1), 1, address(&supervision, 1));
+        assert_eq!(pass(&mut supervision, 1, &[1]), []);
+        assert_eq!(supervision.roster().epoch(), 1);
+    }
+}

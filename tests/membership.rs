@@ -1,0 +1,209 @@
+//! Sessions whose members are lost and return, while their supervisor lives.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use harness::samples::content;
+use harness::{Cluster, Ground, pack, signal, text, wait_until};
+use nix::sys::signal::Signal;
+
+const FILES: usize = 400;
+/// A tenth of all deadlines: a server that is silent for 3 s is lost.
+const QUICK: [&str; 2] = ["--deadlines-divisor", "10"];
+
+fn len(number: usize) -> usize {
+    number * 37 % 50_000
+}
+
+/// Starts four nodes, and makes a tar that they can stage in.
+fn session() -> Cluster {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    (0..FILES).for_each(|number| fs::write(ground.at(format!("tree/{number}")), content(number, len(number))).unwrap());
+    pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
+    pack(&ground.at("a.tar.gz"), &ground.at("tree"), &[]);
+    ground.up_with(4, &QUICK)
+}
+
+/// Reads all files of a dataset on a node.
+fn read_all(cluster: &Cluster, node: u16, dataset: &str) {
+    let view = cluster.view(node);
+    for number in 0..FILES {
+        let path = format!("/dayfly/{dataset}/{number}");
+        let file = view.open(path.as_bytes()).unwrap_or_else(|error| panic!("{path} on node {node}: {error:?}"));
+        let mut bytes = vec![0; len(number)];
+        if let Err(error) = view.read_at(&file, 0, &mut bytes) {
+            panic!("file {number} on node {node}: {error}");
+        }
+        assert!(bytes == content(number, len(number)), "file {number} on node {node}");
+    }
+}
+
+fn status(cluster: &Cluster, node: u16) -> serde_json::Value {
+    let output = harness::output_of(cluster.dayfly().args(["status", "--json"]).env("DAYFLY_NODE", node.to_string()));
+    // The command fails as long as a node does not answer and is not lost yet.
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn is_lost(cluster: &Cluster, asked: u16, node: u16) -> bool {
+    status(cluster, asked)["nodes"][usize::from(node)]["lost_for_ms"].is_u64()
+}
+
+fn origin_reads(cluster: &Cluster) -> u64 {
+    let status = status(cluster, 0);
+    let reads = |node: &serde_json::Value| node["origins"]["reads"].as_u64().unwrap();
+    status["nodes"].as_array().unwrap().iter().map(reads).sum()
+}
+
+/// Starts a stage-in that takes a few seconds, on a node.
+fn slow_stage_in(cluster: &Cluster, source: &str, node: u16, target: &str) -> Child {
+    let source = cluster.at(source);
+    let mut command = cluster.dayfly();
+    command.args(["stage-in", "--max-rate", "6M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Waits for a stage-in, which must succeed, and returns its messages.
+fn finished(stage_in: Child) -> String {
+    let output = stage_in.wait_with_output().unwrap();
+    let messages = text(&output.stderr);
+    assert!(output.status.success(), "{messages}");
+    messages
+}
+
+/// SEMANTICS: "A server that stands still for longer than `--lost-after` is lost, and is a member again when it continues: it owns what
+/// it owned, and nothing is read from the sources anymore."
+/// SEMANTICS: "A server is lost when nothing has been heard of it for `--lost-after` (30 s), or when it has closed its connection to
+/// the supervisor and has not dialed again within 2 s. `status` says which nodes are lost, and for how long."
+#[test]
+fn a_server_that_stood_still_returns_with_its_blocks() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    let pid = cluster.pids()[&3];
+    signal(pid, Signal::SIGSTOP);
+    wait_until("node 3 is lost", || is_lost(&cluster, 0, 3));
+    (0..3).for_each(|node| read_all(&cluster, node, "d"));
+    assert!(origin_reads_of_live(&cluster) > 0, "other nodes have read its blocks from the source");
+    signal(pid, Signal::SIGCONT);
+    wait_until("node 3 is a member again", || !is_lost(&cluster, 0, 3) && !is_lost(&cluster, 3, 3));
+    let before = origin_reads(&cluster);
+    (0..4).for_each(|node| read_all(&cluster, node, "d"));
+    assert_eq!(origin_reads(&cluster), before);
+    cluster.down();
+}
+
+fn origin_reads_of_live(cluster: &Cluster) -> u64 {
+    let status = status(cluster, 0);
+    let reads = |node: &serde_json::Value| node["origins"]["reads"].as_u64().unwrap_or(0);
+    status["nodes"].as_array().unwrap().iter().map(reads).sum()
+}
+
+/// SEMANTICS: "A server that returns shows the datasets that were staged in meanwhile, and no longer those that were replaced."
+#[test]
+fn a_server_that_returns_shows_what_the_others_show() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/old");
+    let pid = cluster.pids()[&2];
+    signal(pid, Signal::SIGSTOP);
+    wait_until("node 2 is lost", || is_lost(&cluster, 0, 2));
+    cluster.ok(&["stage-in", "--replace", cluster.at("a.tar").to_str().unwrap(), "/dayfly/old"]);
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/new");
+    (0..2).for_each(|node| read_all(&cluster, node, "new"));
+    signal(pid, Signal::SIGCONT);
+    wait_until("node 2 is a member again", || !is_lost(&cluster, 0, 2) && !is_lost(&cluster, 2, 2));
+    for node in 0..4 {
+        read_all(&cluster, node, "new");
+        read_all(&cluster, node, "old");
+    }
+    // The node takes part in stage-ins again.
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/newest");
+    (0..4).for_each(|node| read_all(&cluster, node, "newest"));
+    assert!(status(&cluster, 0)["nodes"][2]["samples"].as_u64().unwrap() > 0);
+    cluster.down();
+}
+
+/// SEMANTICS: "A stage-in that loses a node goes on without it: other nodes read again what it had read. The command says so in one
+/// line, and succeeds."
+#[test]
+fn a_stage_in_goes_on_when_a_server_is_lost() {
+    for source in ["a.tar", "tree"] {
+        let cluster = session();
+        let stage_in = slow_stage_in(&cluster, source, 1, "/dayfly/d");
+        std::thread::sleep(Duration::from_millis(700));
+        cluster.kill(3);
+        let messages = finished(stage_in);
+        assert!(messages.contains("node 3 was lost; the stage-in goes on without it"), "{messages}");
+        assert!(!messages.contains("begins again"), "{messages}");
+        (0..3).for_each(|node| read_all(&cluster, node, "d"));
+        assert_eq!(samples(&cluster), FILES as u64);
+        cluster.down();
+    }
+}
+
+/// Returns the number of samples in the only dataset.
+fn samples(cluster: &Cluster) -> u64 {
+    status(cluster, 0)["datasets"][0]["samples"].as_u64().unwrap()
+}
+
+/// SEMANTICS: "If the node is lost that coordinates a stage-in, or if samples of compressed tars are lost with a node, the stage-in
+/// begins again on the nodes that are left."
+#[test]
+fn a_stage_in_begins_again_when_its_coordinator_is_lost() {
+    for (source, lost) in [("a.tar", 0), ("a.tar.gz", 0), ("a.tar.gz", 2)] {
+        let cluster = session();
+        let stage_in = slow_stage_in(&cluster, source, 1, "/dayfly/d");
+        std::thread::sleep(Duration::from_millis(700));
+        cluster.kill(lost);
+        let messages = finished(stage_in);
+        if lost == 0 {
+            let restarts: Vec<&str> = messages.lines().filter(|line| line.contains("begins again")).collect();
+            assert_eq!(restarts.len(), 1, "{messages}");
+            assert!(restarts[0].contains("node 0"), "{messages}");
+        }
+        let live: Vec<u16> = (0..4).filter(|&node| node != lost).collect();
+        for &node in &live {
+            read_all(&cluster, node, "d");
+            assert!(is_lost(&cluster, node, lost));
+        }
+        // Stage-ins go on, on the nodes that are left, and node 1 may coordinate them.
+        stage_on(&cluster, live[1], "a.tar", "/dayfly/e");
+        live.iter().for_each(|&node| read_all(&cluster, node, "e"));
+        end_from(&cluster, 1);
+    }
+}
+
+fn stage_on(cluster: &Cluster, node: u16, source: &str, target: &str) {
+    let source = cluster.at(source);
+    let mut command = cluster.dayfly();
+    let output =
+        harness::output_of(command.args(["stage-in", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string()));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+}
+
+fn end_from(cluster: &Cluster, node: u16) {
+    let output = harness::output_of(cluster.dayfly().arg("down").env("DAYFLY_NODE", node.to_string()));
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    cluster.wait_until_clean("after down");
+}
+
+/// SEMANTICS: "A session survives down to its last server."
+#[test]
+fn a_session_survives_down_to_its_last_server() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    for node in 0..3 {
+        cluster.kill(node);
+        wait_until("the node is lost", || is_lost(&cluster, 3, node));
+        read_all(&cluster, 3, "d");
+    }
+    for (source, dataset) in [("a.tar", "e"), ("tree", "f"), ("a.tar.gz", "g")] {
+        stage_on(&cluster, 3, source, &format!("/dayfly/{dataset}"));
+        read_all(&cluster, 3, dataset);
+    }
+    end_from(&cluster, 3);
+}
