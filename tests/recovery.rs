@@ -5,6 +5,7 @@
 mod harness;
 
 use std::fs;
+use std::time::Duration;
 
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::ARENA_LEN_MIN;
@@ -22,7 +23,12 @@ fn lens() -> Vec<usize> {
 /// Starts a session of four nodes, in which a node has room for its own blocks, its part of those of a lost node, and little else. Its
 /// arena is too small for the rest.
 fn session(lens: &[usize], recovery_rate: u64) -> Inside {
-    let room = lens.iter().sum::<usize>() as u64 / 4 * 2;
+    session_with_room(lens, recovery_rate, 200)
+}
+
+/// Like [`session`]. The room of a node is given in percent of its share of the bytes.
+fn session_with_room(lens: &[usize], recovery_rate: u64, percent: u64) -> Inside {
+    let room = lens.iter().sum::<usize>() as u64 / 4 * percent / 100;
     let session = Inside::with_config(4, |config| {
         config.capacity = room;
         config.memory -= ARENA_LEN_MIN;
@@ -193,4 +199,29 @@ fn a_source_that_is_away_for_a_while_is_recovered_later() {
     fs::rename(&away, &tree).unwrap();
     wait_until("all is recovered", || places(&session, &lost, 3).iter().sum::<usize>() == lost.len());
     wait_until_recovered(&session, 3);
+}
+
+/// SEMANTICS: "If there is not room for everything, a node caches the blocks that it holds in place of a lost node before those of
+/// live nodes."
+#[test]
+fn recovery_takes_what_fits_and_then_rests() {
+    let lens = lens();
+    let mut session = session_with_room(&lens, 1 << 30, 120);
+    let lost = owned_by(&session, 3);
+    let lost_bytes = bytes_of(&session, &lost);
+    session.lose(3);
+    let (found, read) = (std::cell::Cell::new(0), std::cell::Cell::new(0));
+    let is_at_rest = || {
+        // Longer than recovery rests between two looks.
+        std::thread::sleep(Duration::from_millis(1200));
+        let now = (places(&session, &lost, 3).iter().sum::<usize>(), origin_bytes(&session));
+        let is_same = now == (found.get(), read.get());
+        found.set(now.0);
+        read.set(now.1);
+        is_same && now.0 > 0
+    };
+    wait_until("recovery rests", is_at_rest);
+    assert!(found.get() > lost.len() / 10 && found.get() < lost.len(), "{} of {}", found.get(), lost.len());
+    assert!(read.get() < lost_bytes, "{} of {lost_bytes} bytes were read", read.get());
+    (0..3).for_each(|node| read_all(&session, node, &lens));
 }

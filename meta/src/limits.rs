@@ -286,7 +286,7 @@ pub const CATALOG_READS_RETRIED: u32 = 8;
 /// How often a stage-in begins again after a node was lost or did not answer.
 pub const STAGE_IN_RESTARTS_MAX: u32 = 16;
 /// Bytes per second that each node reads to recover the blocks of lost nodes, unless the user sets another rate.
-pub const RECOVERY_RATE_DEFAULT: u64 = 256 << 20;
+pub const RECOVERY_RATE_DEFAULT: u64 = 128 << 20;
 /// Bytes of the blocks that recovery has in memory at once. A larger block is in memory alone.
 pub const RECOVERY_BATCH_LEN_MAX: u64 = 16 << 20;
 /// With a low rate, recovery has fewer bytes in memory at once, but up to this many.
@@ -309,9 +309,22 @@ pub const RECOVERY_YIELD: Duration = Duration::from_millis(20);
 pub const RECOVERY_YIELD_MAX: Duration = Duration::from_secs(2);
 /// Recovery uses one in this many of the streams to the parallel file system, and at least one.
 pub const RECOVERY_STREAMS_SHARE: usize = 4;
+/// The most nodes that store each block of a dataset.
+pub const COPIES_MAX: u16 = 16;
+/// Blocks that are placed in thought, to find how many copies each node will hold.
+pub const COPIES_TRIED: u32 = 20_000;
+/// Bytes of the chunks that a node requests at once from the holder of a copy, unless one chunk is longer. All such requests of a
+/// node together must fit into the memory that their bytes land in.
+pub const COPY_PART_LEN: u64 = 512 << 10;
+/// Such requests of one stage-in, or of recovery, that a node has under way.
+pub const COPY_REQUESTS: usize = 2;
+/// Blocks that a node sorts at once to copy them in the order in which they lie on their owners' drives.
+pub const COPY_WINDOW_BLOCKS: usize = 4 << 20;
+/// Nodes that did not have a block of which they are holders: so many are remembered, and are not asked for that block again.
+pub const BAD_HOLDERS_MAX: usize = 64 << 10;
 /// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
 /// looks at a part.
-pub const TAKEN_OVER_SAMPLES_MAX: u32 = 4 << 20;
+pub const TAKEN_OVER_SAMPLES_MAX: u32 = 1 << 20;
 /// How often a read that the parallel file system fails is made.
 pub const ORIGIN_ATTEMPTS_MAX: u32 = 4;
 /// For how long reads of a source are not repeated after all attempts of one read have failed.

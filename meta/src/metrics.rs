@@ -122,6 +122,8 @@ metrics! {
         |node| one(node.prefetch.wasted);
     "dayfly_held_bytes" Gauge "" "Bytes of the blocks that the node owns."
         |node| one(node.held_bytes);
+    "dayfly_copied_bytes" Gauge "" "Bytes of the copies of other nodes' blocks that stage-ins stored on the node (`--copies`)."
+        |node| one(node.copies.bytes);
     "dayfly_cached_bytes" Gauge "" "Bytes of other nodes' blocks that are cached on the node's drives."
         |node| one(node.cached.bytes);
     "dayfly_predicted_local_ratio" Gauge "" "The share of the bytes of all datasets that will be on the node's drives once all blocks that the node intends to cache have arrived."

@@ -56,13 +56,14 @@ use tracing::Instrument;
 use crate::arena::{Arena, Claimed, Lease, LoadGroup, PendingLoad, Wanted};
 use crate::blocking::Blocking;
 use crate::cache_writer::CacheWriter;
-use crate::origins::{OriginFailure, Origins, has_origin};
+use crate::origins::{OriginFailure, Origins};
 use crate::peers::Peers;
 use crate::stats::{Damage, OwnerCounter, ReadCounter};
 use crate::store::{ChunkInfo, Dataset};
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
+use takeover::{BadHolders, Loads};
 use verify::{OwnerReply, Received};
 use without_arena::ReadsWithoutArena;
 
@@ -94,6 +95,7 @@ pub(crate) struct Fetcher {
     /// They end with the fetcher.
     origin_loads: Mutex<JoinSet<()>>,
     without_arena: ReadsWithoutArena,
+    bad_holders: BadHolders,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -176,6 +178,7 @@ impl Fetcher {
             origins,
             origin_loads: Mutex::default(),
             without_arena: ReadsWithoutArena::default(),
+            bad_holders: BadHolders::default(),
         }
     }
 
@@ -274,8 +277,8 @@ impl Fetcher {
 
     /// Separates the chunks that need no fetch from the chunks that need one, and decides whom to ask for these.
     fn look_up(&self, dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
-        let absent = self.peers.absent();
-        look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, absent.as_ref()))
+        let (absent, loads) = (self.peers.absent(), Loads::default());
+        look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, absent.as_ref(), &loads))
     }
 
     /// Claims chunks in the arena. While a request waits for room, the others claim only chunks that need no new room.
@@ -320,6 +323,7 @@ impl Fetcher {
         let mut remaining: Vec<usize> = (0..chunks.len()).collect();
         let mut attempt = 1;
         let mut last_progress = Instant::now();
+        let mut is_silent = false;
         while attempt <= FETCH_ATTEMPTS_MAX && !remaining.is_empty() {
             let requested: Vec<Chunk> = remaining.iter().map(|&number| chunks[number]).collect();
             // What the owner sent before was bad, so from the second attempt on it examines its copies.
@@ -327,10 +331,10 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    let is_absent = self.note_absence(owner, &error);
+                    is_silent = self.note_absence(owner, &error);
                     for number in remaining {
                         let chunk = chunks[number];
-                        outcomes[number] = Err(match is_absent && has_origin(&dataset, chunk) {
+                        outcomes[number] = Err(match is_silent && self.has_other_source(&dataset, chunk) {
                             true => FetchError::AskOthers,
                             false => read_error(&dataset, chunk, error.clone()),
                         });
@@ -381,6 +385,12 @@ impl Fetcher {
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
+        for (number, outcome) in outcomes.iter_mut().enumerate() {
+            let is_bad = outcome.as_ref().is_err_and(|error| !matches!(error, FetchError::AskOthers));
+            if is_bad && !is_silent && self.can_ask_other_holder(&dataset, chunks[number], owner) {
+                *outcome = Err(FetchError::AskOthers);
+            }
+        }
         self.finish(group, outcomes, caching)
     }
 
@@ -418,12 +428,16 @@ impl Fetcher {
         slots: Vec<Slot>,
     ) -> Result<Vec<Received>, ReadError> {
         let count = chunks.len();
-        let takes_over = chunks.iter().any(|chunk| dataset.catalog().owner(chunk.block) != Some(owner));
+        let takes_over = chunks.iter().any(|chunk| {
+            // Without copies, the owner is the only holder.
+            dataset.catalog().owner(chunk.block) != Some(owner) && !dataset.holders(chunk.block).contains(&owner)
+        });
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
         let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck, takes_over };
         let start = Instant::now();
-        let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let counter = self.owners.get(owner.index());
+        let _in_flight = counter.map(|counter| counter.begin(bytes));
+        let pulled = self.peers.pull_pieces(owner, request, slots, self.peers.deadlines().request).await;
         let reply = match pulled {
             Ok((ReadReply::Chunks { missing, reasons }, pulled)) if pulled.slots.len() == count => {
                 OwnerReply { owner, slots: pulled.slots, lens: pulled.lens, missing, reasons, unread: pulled.unread }

@@ -13,12 +13,13 @@
 //! | `arena` | shared memory for chunks, with leases | `store` |
 //! | `cache_writer` | writes copies of other nodes' blocks | `arena`, `store` |
 //! | `peers` | the roster, and requests to any node, this one included | `blocking`, `stats` |
-//! | `fetch` | the read path | `arena`, `cache_writer`, `peers`, `store` |
+//! | `copies` | reads blocks from other nodes that hold them | `peers`, `store` |
+//! | `fetch` | the read path | `arena`, `cache_writer`, `copies`, `peers`, `store` |
 //! | `prefetch` | reads ahead along sample orders | `arena`, `fetch`, `store` |
 //! | `room` | room for stage-ins and for cached blocks | `peers`, `prefetch`, `processes`, `store` |
 //! | `recovery` | recovers the blocks of lost nodes | `fetch`, `peers`, `room`, `store` |
 //! | `ingest` | stores the blocks that arrive in a stage-in | `store` |
-//! | `stage_in` | this node's part of a stage-in | `arena`, `ingest`, `peers`, `room`, `store` |
+//! | `stage_in` | this node's part of a stage-in | `arena`, `copies`, `ingest`, `peers`, `room`, `store` |
 //! | `coordinator` | plans stage-ins, merges, publishes (on node 0) | `peers`, `room`, `stage_in`, `store` |
 //! | `membership` | start and end of the session | `peers`, `store` |
 //! | `status` | the status of the node and of the session | all of the above except `coordinator` and `membership` |
@@ -89,6 +90,7 @@ mod cache_writer;
 mod catch_up;
 mod clients;
 mod coordinator;
+mod copies;
 mod fetch;
 mod ingest;
 mod membership;

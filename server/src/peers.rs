@@ -255,6 +255,11 @@ impl Peers {
         Ok((reply(node, R::decode_answer(&pulled.message))?, pulled))
     }
 
+    /// Returns memory for bytes that do not belong in the arena. Waits for it at most as long as a request may take.
+    pub(crate) async fn exchange_slot(&self, len: u64) -> Result<Slot, PeerError> {
+        self.exchange.slot_within(len, self.deadlines.request).await.ok_or(PeerError::Busy { node: self.node })
+    }
+
     /// Offers the first `len` bytes of `payload`, and returns `payload` with the reply.
     pub(crate) async fn offer(
         &self,

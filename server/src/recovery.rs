@@ -34,9 +34,9 @@ use crate::blocking::Blocking;
 use crate::fetch::Fetcher;
 use crate::peers::Peers;
 use crate::room::Room;
-use crate::store::{Dataset, Store};
+use crate::store::{BlockPosition, Dataset, Store, Window};
 use pace::Pace;
-use scan::{OriginPosition, Window, window};
+use scan::window;
 
 /// How far recovery has come since the members last changed.
 #[derive(Default)]
@@ -174,7 +174,7 @@ impl Recovery {
     }
 
     /// Takes blocks from the front of `rest`: as many as may be in memory at once, and at least one.
-    fn next_batch(&self, dataset: &Dataset, rest: &mut &[OriginPosition]) -> Vec<BlockId> {
+    fn next_batch(&self, dataset: &Dataset, rest: &mut &[BlockPosition]) -> Vec<BlockId> {
         // A batch passes at once, so with a low rate it is small.
         let len_max = (self.rate / 4).clamp(RECOVERY_BATCH_LEN_MIN, RECOVERY_BATCH_LEN_MAX);
         let (mut batch, mut bytes) = (Vec::new(), 0);

@@ -1,11 +1,12 @@
 //! A node's part of a stage-in: its workers, the blocks that arrive for it, its sorted runs, and the dataset it prepares.
 //!
 //! [`NodeStageIns`] holds one [`NodeStageIn`] for each running stage-in. The coordinator, on node 0, drives each part with
-//! requests: begin, finish, prepare, commit, then settle or abort. In between, the part works on its own:
+//! requests: begin, finish, prepare, copy, commit, then settle or abort. In between, the part works on its own:
 //!
 //! - `workers`: threads that take units from the coordinator, read them, and ship blocks to their owners through a `sink`;
 //! - `landing`: takes the blocks that other nodes ship here, and makes room for them;
 //! - `report`: reports progress to the coordinator five times a second, and ends the part when the answer says so;
+//! - `copying`: copies blocks from their owners, if the dataset has several copies;
 //! - `publish`: fetches the catalog, and makes the dataset visible, or invisible again;
 //! - `memory`: divides the node's memory for stage-ins.
 //!
@@ -16,6 +17,7 @@
 //! This module does not plan, merge or decide whether a stage-in succeeds: that is up to [`crate::coordinator`]. This module
 //! only exchanges messages with the coordinator, as with any peer.
 
+mod copying;
 mod error;
 mod landing;
 mod memory;
@@ -50,6 +52,7 @@ use crate::membership::decision::Promise;
 use crate::peers::Peers;
 use crate::room::{Room, StageInGuard};
 use crate::store::{Dataset, Drive, Reservation, Segments, Store};
+use copying::Copying;
 pub(crate) use error::{NodeStageInError, name_drive};
 use memory::MemoryShares;
 pub(crate) use publish::PreparedCatalog;
@@ -241,6 +244,8 @@ pub(crate) struct NodeStageIn {
     /// The workers' runs, once all workers have finished.
     runs: watch::Sender<Option<Runs>>,
     publication: Mutex<Publication>,
+    /// Set once this node copies blocks.
+    copying: Mutex<Option<Arc<Copying>>>,
     /// Held while the catalog is prepared. The coordinator may ask again before the first request has ended.
     preparing: tokio::sync::Mutex<()>,
     /// Room for the catalog. It is reserved as files are found, so that blocks do not take it.
@@ -303,6 +308,7 @@ impl NodeStageIn {
             suspect_paths: Arc::default(),
             runs: watch::Sender::new(None),
             publication: Mutex::default(),
+            copying: Mutex::default(),
             preparing: tokio::sync::Mutex::default(),
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,

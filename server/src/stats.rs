@@ -36,9 +36,34 @@ pub(crate) struct OwnerCounter {
     /// Microseconds between request and answer, summed over all requests.
     busy_us: AtomicU64,
     failures: AtomicU64,
+    /// Bytes that this node waits for.
+    in_flight: AtomicU64,
+}
+
+/// A request to an owner. Dropping it ends it.
+pub(crate) struct InFlight<'a> {
+    counter: &'a OwnerCounter,
+    bytes: u64,
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.counter.in_flight.fetch_sub(self.bytes, Ordering::Relaxed);
+    }
 }
 
 impl OwnerCounter {
+    /// Counts bytes as under way until the returned guard is dropped.
+    pub(crate) fn begin(&self, bytes: u64) -> InFlight<'_> {
+        self.in_flight.fetch_add(bytes, Ordering::Relaxed);
+        InFlight { counter: self, bytes }
+    }
+
+    /// Returns the bytes that this node waits for.
+    pub(crate) fn in_flight(&self) -> u64 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn add(&self, count: u64, bytes: u64, took: Duration) {
         self.reads.add(count, bytes);
         self.requests.fetch_add(1, Ordering::Relaxed);

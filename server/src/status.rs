@@ -84,6 +84,10 @@ impl StatusReporter {
             origins: self.fetcher.origins(),
             unstored_bytes: sum(&|dataset| dataset.owned().unstored_bytes),
             recovery: self.recovery.status(),
+            copies: datasets.iter().fold(Reads::default(), |mut all, dataset| {
+                all.add(dataset.copies_here());
+                all
+            }),
             owners,
             wait_us: self.client_reads.wait_us(),
             asking: self.client_reads.in_flight(),
@@ -141,7 +145,7 @@ impl StatusReporter {
 fn predicted_local_permille(datasets: &[Arc<Dataset>]) -> u64 {
     let all: u64 = datasets.iter().map(|dataset| dataset.catalog().header().bytes).sum();
     let local = |dataset: &Arc<Dataset>| {
-        u128::from(dataset.owned().bytes) * 1000
+        u128::from(dataset.stored_bytes()) * 1000
             + u128::from(dataset.remote_bytes()) * u128::from(dataset.cached_blocks().share_permille())
     };
     datasets.iter().map(local).sum::<u128>().checked_div(all.into()).unwrap_or(0) as u64

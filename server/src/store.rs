@@ -9,6 +9,8 @@
 //! - [`dataset`]: one dataset: its catalog, and which of its blocks are on this node.
 //! - [`cached_blocks`]: which blocks a dataset caches here, and how they are written, published and evicted.
 //! - [`taken_over`]: which blocks this node holds in place of lost owners.
+//! - [`copies`]: which nodes hold copies of a block, and the copies on this node.
+//! - [`windows`]: sorts blocks in bounded memory.
 //! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
 //!
@@ -26,6 +28,7 @@
 //! calls may wait for a drive, so they must not run on a runtime thread unless they only read memory.
 
 mod cached_blocks;
+mod copies;
 mod dataset;
 mod drive;
 mod pages;
@@ -33,6 +36,7 @@ mod segment;
 mod taken_over;
 #[cfg(test)]
 pub(crate) mod testing;
+mod windows;
 pub(crate) mod write_back;
 
 use std::collections::BTreeMap;
@@ -51,6 +55,7 @@ pub(crate) use cached_blocks::{CacheShares, lowered_threshold};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only};
 pub(crate) use segment::{Segments, room_for};
+pub(crate) use windows::{BlockPosition, Window, WindowSelection};
 
 /// Creates memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
 pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {

@@ -13,7 +13,7 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
 use dayfly_meta::roster::{RosterChange, RosterMember};
-use dayfly_meta::wire::control::{Command, Event, Selection, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Command, Copies, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::status::NodeStatus;
 use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
 use dayfly_transport::Transport;
@@ -42,6 +42,8 @@ pub(crate) struct Inside {
     memory: u64,
     /// The epoch of the roster.
     epoch: u32,
+    /// How many nodes store each block of the datasets that are staged in.
+    pub(crate) copies: Copies,
 }
 
 /// The number of sessions that this process has started.
@@ -101,7 +103,18 @@ impl Inside {
         for server in &servers {
             runtime.block_on(server.join(&addresses, Agreement::Tcp { why: "a test".to_owned() })).unwrap();
         }
-        Self { runtime, servers, location, data, work, _folder: session_folder, inject, memory, epoch: 0 }
+        Self {
+            runtime,
+            servers,
+            location,
+            data,
+            work,
+            _folder: session_folder,
+            inject,
+            memory,
+            epoch: 0,
+            copies: Copies::default(),
+        }
     }
 
     /// Starts to inject faults.
@@ -177,6 +190,7 @@ impl Inside {
             replace,
             max_rate: None,
             require_fit: false,
+            copies: self.copies,
         };
         let mut outcome = None;
         let see = &mut |event| match event {

@@ -98,6 +98,8 @@ pub struct About {
     pub created_s: i64,
     /// Which files count as one sample.
     pub group: Grouping,
+    /// How many nodes store each block; 0 stands for 1.
+    pub copies: u16,
     /// Upper bound on the number of directories, if there is one.
     pub directories_max: Option<u64>,
 }
@@ -355,6 +357,7 @@ impl<'a> CatalogBuilder<'a> {
             created_s: self.about.created_s,
             bytes: self.bytes,
             group: self.about.group,
+            copies: self.about.copies.max(1),
             columns: extents,
         };
         write_start(&file, &header, end)?;

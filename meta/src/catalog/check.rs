@@ -107,6 +107,9 @@ impl Catalog {
         if !(0..header.blocks).all(|block| self.owner(crate::id::BlockId(block)).is_some_and(is_possible)) {
             return damaged("a block's owner");
         }
+        if !(1..=nodes.max(1)).contains(&usize::from(header.copies)) {
+            return damaged("the number of copies");
+        }
         let capacities = self.columns[Column::Capacities as usize].count;
         if capacities == nodes as u64 && nodes <= NODES_MAX { Ok(()) } else { damaged("the nodes' capacities") }
     }

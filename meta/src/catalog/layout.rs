@@ -9,7 +9,7 @@ use crate::path::group;
 /// The first eight bytes of a catalog.
 pub(crate) const MAGIC: [u8; 8] = *b"DAYFLYCT";
 /// Version of the layout. Any change to the layout below must increment the version.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 /// Length of the start: magic, version, the header's length and checksum, the file's length.
 pub(crate) const START_LEN: usize = 32;
 /// Upper bound on the length of the rkyv header. No part of it grows with the dataset.
@@ -76,6 +76,7 @@ pub(crate) struct HeaderRecord {
     pub(crate) created_s: i64,
     pub(crate) bytes: u64,
     pub(crate) group: Grouping,
+    pub(crate) copies: u16,
     pub(crate) columns: [Extent; COLUMNS],
 }
 
@@ -560,6 +561,6 @@ mod tests {
         assert_eq!(source[..], words.concat()[..]);
         assert_eq!(LargeRecord { block: 5, first: 0x0201 }.encode(), [5, 0, 0, 0, 1, 2, 0, 0]);
         let start = Start { header_len: 16, header_checksum: 0x01020304, file_len: 4096 };
-        assert_eq!(&start.encode(), b"DAYFLYCT\x04\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
+        assert_eq!(&start.encode(), b"DAYFLYCT\x05\0\0\0\x10\0\0\0\x04\x03\x02\x01\0\0\0\0\0\x10\0\0\0\0\0\0");
     }
 }

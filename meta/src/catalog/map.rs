@@ -98,6 +98,8 @@ pub struct Header {
     pub bytes: u64,
     /// Which files count as one sample.
     pub group: Grouping,
+    /// How many nodes store each block: its owner, and the next of its candidates.
+    pub copies: u16,
     /// Number of names: files, directories and symlinks.
     pub entries: u32,
     /// Number of samples.
@@ -149,6 +151,7 @@ impl Catalog {
             created_s: record.created_s,
             bytes: record.bytes,
             group: record.group,
+            copies: record.copies,
             entries: count(Column::Entries)?,
             samples: count(Column::Samples)?,
             blocks: count(Column::Owners)?,

@@ -43,6 +43,23 @@ pub struct StageInRequest {
     /// Whether the stage-in fails if not all samples fit. Otherwise some samples are left on the PFS, and
     /// read from there.
     pub require_fit: bool,
+    /// How many nodes store each block.
+    pub copies: Copies,
+}
+
+/// How many nodes store each block.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Copies {
+    /// This many. The stage-in fails if there is not enough room.
+    Number(u16),
+    /// Two if there is certainly enough room, else one.
+    Auto,
+}
+
+impl Default for Copies {
+    fn default() -> Self {
+        Self::Number(1)
+    }
 }
 
 /// Which files of the sources are staged in, and under which names.
@@ -150,6 +167,8 @@ pub struct StageInEstimate {
     pub free_bytes: u64,
     /// If not all samples fit: an estimate of their bytes, and of the share that is stored, in thousandths.
     pub partial: Option<(u64, u64)>,
+    /// How many nodes will store each block.
+    pub copies: u16,
 }
 
 /// The progress of a stage-in.
@@ -163,6 +182,10 @@ pub struct Progress {
     pub files: u64,
     /// Bytes of those files.
     pub bytes: u64,
+    /// Bytes of the blocks that have been copied to further nodes.
+    pub copied_bytes: u64,
+    /// Bytes of all blocks that are copied, with those that have been copied.
+    pub to_copy_bytes: u64,
     /// The progress of each node.
     pub nodes: Vec<Counted>,
 }
@@ -243,6 +266,8 @@ pub enum Phase {
     Reading,
     /// Merging the members found into a catalog.
     Merging,
+    /// Copying blocks to further nodes (`--copies`).
+    Copying,
     /// Copying the catalog to all nodes and making the dataset visible.
     Publishing,
 }
@@ -331,6 +356,12 @@ pub struct Summary {
     pub elapsed_ms: u64,
     /// How much more than the mean the fullest node holds, in thousandths of the mean.
     pub imbalance_permille: u64,
+    /// How many nodes store each block.
+    pub copies: u16,
+    /// Bytes of the blocks that were copied to further nodes.
+    pub copied_bytes: u64,
+    /// Bytes of copies that found no room.
+    pub uncopied_bytes: u64,
     /// Source bytes that were read a second time, because a worker had started its range at a wrong
     /// position.
     pub redone_bytes: u64,

@@ -202,6 +202,8 @@ pub struct NodeStatus {
     pub origins: OriginStatus,
     /// Bytes of the blocks that this node owns but did not store, for lack of room.
     pub unstored_bytes: u64,
+    /// Copies of other nodes' blocks that stage-ins stored on this node (`--copies`).
+    pub copies: Reads,
     /// The blocks of lost nodes that this node reads and stores.
     pub recovery: RecoveryStatus,
     /// What this node received from each owner, by node.

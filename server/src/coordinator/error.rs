@@ -38,6 +38,18 @@ pub(crate) enum CoordinatorError {
     )]
     NotEnoughRoom { needed: u64, free: Vec<u64>, can_be_left: bool },
     #[error(
+        "{copies} copies of the samples take at least {}, and all nodes together have {} free ({}); use fewer --copies, or {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(free.iter().sum()), by_node(free)
+    )]
+    NotEnoughRoomForCopies { copies: u16, needed: u64, free: Vec<u64> },
+    #[error(
+        "with {copies} copies, node {node} would hold about {}, and has {} free; use fewer --copies, or {MORE_ROOM}",
+        show_bytes(*needed), show_bytes(*free)
+    )]
+    NodeTooSmallForCopies { copies: u16, node: usize, needed: u64, free: u64 },
+    #[error("--copies {copies} needs at least {copies} nodes, and the session has {nodes}")]
+    TooManyCopies { copies: u16, nodes: usize },
+    #[error(
         "each node needs about {} for the catalog, and node {node} has {} free; {MORE_ROOM}",
         show_bytes(*needed), show_bytes(*free)
     )]
@@ -150,6 +162,13 @@ impl CoordinatorError {
                 Self::NoCatalogRoom { needed, node: participants.get(node).map_or(node, |node| node.index()), free }
             }
             Self::NotEnoughRoom { needed, can_be_left, .. } => Self::NotEnoughRoom { needed, free: free.to_vec(), can_be_left },
+            Self::NotEnoughRoomForCopies { copies, needed, .. } => {
+                Self::NotEnoughRoomForCopies { copies, needed, free: free.to_vec() }
+            }
+            Self::NodeTooSmallForCopies { copies, node, needed, free } => {
+                let node = participants.get(node).map_or(node, |node| node.index());
+                Self::NodeTooSmallForCopies { copies, node, needed, free }
+            }
             other => other,
         }
     }

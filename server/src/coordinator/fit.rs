@@ -1,7 +1,10 @@
 //! Decides, before anything is read, what share of the samples is stored.
 
-use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, BATCH_LEN_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, left_for_catalogs};
+use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, BATCH_LEN_MAX, COPIES_TRIED, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, left_for_catalogs};
+use dayfly_meta::placement::{Member, Placement};
 use dayfly_meta::stored_share::StoredShare;
+use dayfly_meta::wire::control::Copies;
 
 use super::CoordinatorError;
 
@@ -28,9 +31,24 @@ pub(super) struct Amounts {
     pub(super) sure_bytes: u64,
     /// Length of the compressed sources that do not tell how many bytes they unpack to.
     pub(super) untold_bytes: u64,
+    /// How often all of these bytes are stored.
+    pub(super) copies: u64,
 }
 
 impl Amounts {
+    /// Returns the amounts if `copies` nodes store each block.
+    pub(super) fn copied(self, copies: u16) -> Self {
+        let copies = u64::from(copies.max(1));
+        Self {
+            readable_bytes: self.readable_bytes.saturating_mul(copies),
+            unreadable_bytes: self.unreadable_bytes.saturating_mul(copies),
+            sure_bytes: self.sure_bytes.saturating_mul(copies),
+            untold_bytes: self.untold_bytes.saturating_mul(copies),
+            copies,
+            ..self
+        }
+    }
+
     /// Returns the room that samples take for certain, if they must be stored and cannot be read again.
     fn must_be_stored(&self) -> u64 {
         self.unreadable_bytes.saturating_add(self.untold_bytes.saturating_mul(ARCHIVE_GROWTH_GUESS))
@@ -39,8 +57,9 @@ impl Amounts {
     /// Returns the bytes that blocks lose because they begin on pages.
     fn padding(&self) -> u64 {
         let bytes = self.readable_bytes.saturating_add(self.unreadable_bytes);
-        let is_padded = bytes / self.files.max(1) >= PAGE_BLOCK_SIZE_MIN;
-        if is_padded { self.files.saturating_mul(PAGE_SIZE / 2).min(bytes / 16) } else { 0 }
+        let blocks = self.files.saturating_mul(self.copies.max(1));
+        let is_padded = bytes / blocks.max(1) >= PAGE_BLOCK_SIZE_MIN;
+        if is_padded { blocks.saturating_mul(PAGE_SIZE / 2).min(bytes / 16) } else { 0 }
     }
 
     /// Returns whether even these amounts, as upper bounds, leave no doubt that everything fits, with catalogs on all nodes.
@@ -62,6 +81,38 @@ pub(super) struct Fit {
 }
 
 impl Fit {
+    /// Like [`Self::of`], for samples of which several nodes store copies. Returns also how many. Several copies must fit as a whole:
+    /// a block that is left in its source has no copies.
+    pub(super) fn with_copies(
+        amounts: Amounts,
+        free: &[u64],
+        is_required: bool,
+        copies: Copies,
+        seed: u64,
+    ) -> Result<(Self, u16), CoordinatorError> {
+        let one = amounts.readable_bytes.saturating_add(amounts.sure_bytes);
+        match copies {
+            Copies::Number(0 | 1) => Self::of(amounts, free, is_required).map(|fit| (fit, 1)),
+            Copies::Number(copies) => match Self::of(amounts.copied(copies), free, true) {
+                Err(CoordinatorError::NotEnoughRoom { needed, free, .. }) => {
+                    Err(CoordinatorError::NotEnoughRoomForCopies { copies, needed, free })
+                }
+                fit => match full_node(one, free, copies, seed) {
+                    Some((node, needed)) => {
+                        Err(CoordinatorError::NodeTooSmallForCopies { copies, node, needed, free: free[node] })
+                    }
+                    None => Ok((fit?, copies)),
+                },
+            },
+            Copies::Auto => {
+                let one = amounts.readable_bytes.saturating_add(amounts.must_be_stored());
+                let is_enough = free.len() > 1 && amounts.copied(2).surely_fit(free) && full_node(one, free, 2, seed).is_none();
+                let copies = if is_enough { 2 } else { 1 };
+                Self::of(amounts, free, is_required).map(|fit| (fit, copies))
+            }
+        }
+    }
+
     /// Compares amounts with the free bytes of each node.
     pub(super) fn of(amounts: Amounts, free: &[u64], is_required: bool) -> Result<Self, CoordinatorError> {
         let Amounts { files, readable_bytes, .. } = amounts;
@@ -110,6 +161,21 @@ impl Fit {
     }
 }
 
+/// Returns a node that has too little room for the copies that it would hold, and the bytes that it needs. A small node holds more
+/// than its share as a further candidate, because a node never holds a block twice.
+fn full_node(bytes: u64, free: &[u64], copies: u16, seed: u64) -> Option<(usize, u64)> {
+    let members = (0..).map(NodeId).zip(free).map(|(node, &capacity)| Member { node, capacity });
+    let placement = Placement::new(seed, &members.collect::<Vec<_>>());
+    let mut held = vec![0_u64; free.len()];
+    for block in 0..COPIES_TRIED {
+        for holder in placement.candidates(&block.to_le_bytes(), 0).take(usize::from(copies)) {
+            held[holder.index()] += 1;
+        }
+    }
+    let needed = |held: u64| (u128::from(bytes) * u128::from(held) / u128::from(COPIES_TRIED)) as u64;
+    held.into_iter().map(needed).enumerate().find(|&(node, needed)| needed > free[node])
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -125,6 +191,7 @@ mod tests {
                 unreadable_bytes: unreadable * MIB,
                 sure_bytes: unreadable * MIB,
                 untold_bytes: untold * MIB,
+                copies: 1,
             };
             let fit = Fit::of(amounts, &[400 * MIB, 600 * MIB], false).unwrap();
             assert_eq!(fit.partial.map(|(_, permille)| permille), expected, "{amounts:?}");
@@ -186,12 +253,37 @@ mod tests {
     fn catalogs_take_room_on_every_node_and_sums_do_not_overflow() {
         let amounts = Amounts { files: MIB, readable_bytes: 900 * MIB, ..Amounts::default() };
         assert!(Fit::of(amounts, &[500 * MIB, 500 * MIB], false).unwrap().partial.is_some());
-        let huge = Amounts { files: 0, readable_bytes: u64::MAX, unreadable_bytes: 0, sure_bytes: 0, untold_bytes: u64::MAX };
+        let huge = Amounts { readable_bytes: u64::MAX, untold_bytes: u64::MAX, ..Amounts::default() };
         assert!(Fit::of(huge, &[1, 2], false).unwrap().partial.is_some());
         assert!(Fit::of(Amounts { unreadable_bytes: u64::MAX, sure_bytes: u64::MAX, ..huge }, &[1, 2], false).is_err());
         let many = Amounts { files: 10, ..Amounts::default() };
         let message = Fit::of(many, &[1280, 1279], false).unwrap_err().to_string();
         assert!(message.contains("node 1 has 1.2KiB free") && message.contains("for the catalog"), "{message}");
         Fit::of(many, &[1280, 1280], false).unwrap();
+    }
+
+    #[test]
+    fn several_copies_must_fit_as_a_whole_and_auto_means_two_where_there_is_certainly_room() {
+        let amounts = |readable| Amounts { readable_bytes: readable * MIB, copies: 1, ..Amounts::default() };
+        let copies =
+            |readable, nodes: usize, copies| Fit::with_copies(amounts(readable), &vec![500 * MIB; nodes], false, copies, 7);
+        assert_eq!(copies(490, 2, Copies::Number(2)).unwrap().1, 2);
+        let message = copies(510, 2, Copies::Number(2)).unwrap_err().to_string();
+        assert!(
+            message.contains("2 copies of the samples take at least 1020.0MiB") && message.contains("fewer --copies"),
+            "{message}"
+        );
+        let (fit, one) = copies(1200, 2, Copies::Number(1)).unwrap();
+        assert!(fit.partial.is_some() && one == 1);
+        assert_eq!([440, 450, 1200].map(|readable| copies(readable, 2, Copies::Auto).unwrap().1), [2, 1, 1]);
+        assert_eq!(copies(10, 1, Copies::Auto).unwrap().1, 1, "one node cannot hold two copies");
+        // All nodes together have room, but the small one must hold a copy of each block, or of more blocks than fit there.
+        for (free, node) in [([100, 900].as_slice(), 0), (&[300, 100, 300], 1)] {
+            let free: Vec<u64> = free.iter().map(|free| free * MIB).collect();
+            let bytes = amounts(free.iter().sum::<u64>() / MIB * 9 / 20);
+            let message = Fit::with_copies(bytes, &free, false, Copies::Number(2), 7).unwrap_err().to_string();
+            assert!(message.contains(&format!("node {node} would hold about")) && message.contains("100.0MiB free"), "{message}");
+            assert_eq!(Fit::with_copies(bytes, &free, false, Copies::Auto, 7).unwrap().1, 1);
+        }
     }
 }

@@ -1,14 +1,15 @@
 //! The requests to all nodes that turn a plan into a dataset: begin, finish, merge, prepare, commit, settle or abort.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Counts, Phase, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Copies, Counts, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
+use dayfly_meta::wire::status::Reads;
 use futures_util::future::join_all;
 use tokio::time::sleep;
 
@@ -16,6 +17,7 @@ use super::conflicts::Rivals;
 use super::distribution::{self, Distribution};
 use super::fit::Fit;
 use super::merge::{MergeJob, Merged, Run};
+use super::stall::StallDetector;
 use super::term::{self, Outcome};
 use super::{CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError};
 use crate::membership::decision::Decision;
@@ -43,6 +45,18 @@ pub(super) struct Publication<'a> {
     pub(super) free: Vec<u64>,
     /// What is stored of the samples.
     pub(super) fit: Fit,
+    /// How many nodes store each block.
+    pub(super) copies: u16,
+    /// What has been copied.
+    pub(super) copied: Mutex<Copied>,
+}
+
+/// What all nodes have copied.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Copied {
+    wanted_bytes: u64,
+    copied: Reads,
+    uncopied: Reads,
 }
 
 impl Publication<'_> {
@@ -69,6 +83,9 @@ impl Publication<'_> {
         let built = start.elapsed();
         self.distribute_catalog(&merged).await?;
         let prepared = start.elapsed();
+        if self.copies > 1 {
+            self.make_copies().await?;
+        }
         tracing::info!(?read, ?finished, ?built, ?prepared, "a stage-in is ready to commit; times since it began");
         Ok(merged)
     }
@@ -105,6 +122,7 @@ impl Publication<'_> {
                 capacities: self.free.clone(),
                 created_s,
                 group: self.request.selection.group,
+                copies: self.copies,
                 directories_max,
             },
             sources: self.sources.clone(),
@@ -133,6 +151,56 @@ impl Publication<'_> {
         };
         tokio::try_join!(self.prepare_on(own, own, merged), others)?;
         Ok(())
+    }
+
+    /// Makes all nodes copy the blocks of which they are holders, and waits until they have done so. Does without nodes that are lost
+    /// meanwhile.
+    async fn make_copies(&self) -> Result<(), CoordinatorError> {
+        let (context, deadlines) = (&self.coordinator.context, self.coordinator.context.deadlines());
+        let is_required = self.request.copies != Copies::Auto;
+        let request = NodeStageInRequest::Copy { stage_in: self.stage_in.number, is_required };
+        self.stage_in.progress().phase = Phase::Copying;
+        let mut detector = StallDetector::new(deadlines);
+        loop {
+            let (mut all, mut all_steps, mut left, mut slowest) = (Copied::default(), 0, 0, None);
+            let nodes = self.stage_in.participants().into_iter().filter(|&node| context.peers.roster().is_live(node));
+            let asking = nodes.map(|node| {
+                let asked = context.peers.ask(node, request.clone(), deadlines.request);
+                async move { (node, asked.await) }
+            });
+            for (node, reply) in join_all(asking).await {
+                let is_done = match reply {
+                    Ok(NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done }) => {
+                        all.wanted_bytes += wanted.bytes;
+                        all.copied.add(copied);
+                        all.uncopied.add(uncopied);
+                        all_steps += steps;
+                        is_done
+                    }
+                    Ok(_) => return Err(PeerError::InvalidAnswer(node).into()),
+                    // Either it answers again, or it will be lost, or the stage-in stalls.
+                    Err(error) if error.is_absence() => false,
+                    Err(error) => return Err(error.into()),
+                };
+                if !is_done {
+                    left += 1;
+                    slowest.get_or_insert(node);
+                }
+            }
+            {
+                let mut progress = self.stage_in.progress();
+                (progress.copied_bytes, progress.to_copy_bytes) = (all.copied.bytes, all.wanted_bytes);
+            }
+            let Some(node) = slowest else {
+                *self.copied.lock().unwrap_or_else(PoisonError::into_inner) = all;
+                return Ok(());
+            };
+            if detector.is_stalled(all_steps) {
+                return Err(detector.error(format!("{left} nodes, node {node} among them, to copy blocks")));
+            }
+            // The more nodes there are, the longer it takes to ask them all.
+            sleep(deadlines.progress_interval * (1 + self.free.len() as u32 / 64)).await;
+        }
     }
 
     /// Makes a node prepare the catalog. A node that does not answer is asked again until it is lost: then the dataset does without
@@ -231,7 +299,11 @@ impl Publication<'_> {
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage_in.progress().nodes).zip(rates) {
             (node.counted, node.rates) = (*counted, rates);
         }
+        let copied = *self.copied.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Summary {
+            copies: self.copies,
+            copied_bytes: copied.copied.bytes,
+            uncopied_bytes: copied.uncopied.bytes,
             samples: merged.samples,
             bytes: merged.bytes,
             others: merged.others,
@@ -260,6 +332,9 @@ pub(super) async fn summary_of(
     let distribution = context.blocking.run(move || Distribution::of(&dataset, nodes)).await?;
     let Distribution { nodes, sizes, classes, archives } = distribution;
     Ok(Summary {
+        copies: header.copies,
+        copied_bytes: 0,
+        uncopied_bytes: 0,
         samples: header.samples.into(),
         bytes: header.bytes,
         others: u64::from(header.entries.saturating_sub(header.samples)),

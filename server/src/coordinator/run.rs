@@ -1,14 +1,14 @@
 //! One stage-in, from its request to its end, on the coordinator.
 
 use std::panic::AssertUnwindSafe;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, DATASETS_MAX};
 use dayfly_meta::path::{display, is_normal, join};
-use dayfly_meta::wire::control::{Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Copies, Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, NodeStageInRequest};
 use dayfly_stagein::StageInError;
 use dayfly_stagein::plan::{self, PlanRequest, StageInPlan};
@@ -128,9 +128,10 @@ async fn run_to_end(
         () = events.closed() => return Err(CoordinatorError::Cancelled),
         never = report_phase(context, events, Phase::Planning) => never,
     };
-    let partial = fit.as_ref().ok().and_then(|fit| fit.partial);
-    let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), partial))).await;
-    let fit = fit?;
+    let partial = fit.as_ref().ok().and_then(|(fit, _)| fit.partial);
+    let copies = fit.as_ref().map_or(1, |(_, copies)| *copies);
+    let _ = events.send(Event::Planned(estimate(&plan, free.iter().sum(), partial, copies))).await;
+    let (fit, copies) = fit?;
     let number = coordinator.term.next_number().ok_or(match coordinator.term.is_ready() {
         true => CoordinatorError::NoNumbersLeft,
         false => CoordinatorError::StoodDown,
@@ -153,6 +154,8 @@ async fn run_to_end(
         replaces,
         free,
         fit,
+        copies,
+        copied: Mutex::default(),
     };
     let preparing = async {
         tokio::select! {
@@ -271,10 +274,18 @@ async fn judge_fit(
     plan: &StageInPlan,
     (participants, free): (&[NodeId], &[u64]),
     monitor: Arc<ProgressMonitor>,
-) -> Result<Fit, CoordinatorError> {
+) -> Result<(Fit, u16), CoordinatorError> {
     // Lost nodes have no room, and need none.
     let room: Vec<u64> = participants.iter().map(|node| free[node.index()]).collect();
-    let fit = |amounts: Amounts| Fit::of(amounts, &room, request.require_fit).map_err(|error| error.among(participants, free));
+    if let Copies::Number(copies) = request.copies
+        && usize::from(copies.max(1)) > room.len()
+    {
+        return Err(CoordinatorError::TooManyCopies { copies, nodes: room.len() });
+    }
+    let fit = |amounts: Amounts| {
+        let fit = Fit::with_copies(amounts, &room, request.require_fit, request.copies, request.seed);
+        fit.map_err(|error| error.among(participants, free))
+    };
     let sizes = plan.sizes;
     let at_most = Amounts {
         files: plan.known_files + sizes.zip_members,
@@ -282,6 +293,7 @@ async fn judge_fit(
         unreadable_bytes: 0,
         sure_bytes: 0,
         untold_bytes: sizes.compressed_bytes,
+        copies: 1,
     };
     let of_tars = |is_plain: bool| plan.sources.iter().filter(move |source| is_tar(source, is_plain)).cloned();
     let (plain, compressed): (Vec<Source>, Vec<Source>) = (of_tars(true).collect(), of_tars(false).collect());
@@ -289,7 +301,11 @@ async fn judge_fit(
     let unpacked_len = plain_len.saturating_add(sizes.compressed_bytes.saturating_mul(ARCHIVE_GROWTH_GUESS));
     // At worst, a tar is full of empty files.
     let most_files = Amounts { files: at_most.files.saturating_add(unpacked_len / TAR_HEADER_LEN), ..at_most };
-    if most_files.surely_fit(&room) {
+    let copies = match request.copies {
+        Copies::Number(copies) => copies.max(1),
+        Copies::Auto => 2,
+    };
+    if most_files.copied(copies).surely_fit(&room) {
         return fit(at_most);
     }
     let selection = request.selection.clone();
@@ -305,6 +321,7 @@ async fn judge_fit(
         unreadable_bytes: in_compressed.told_bytes,
         sure_bytes: in_compressed.sure_bytes,
         untold_bytes: in_compressed.untold_bytes,
+        copies: 1,
     };
     fit(amounts)
 }
@@ -313,7 +330,7 @@ fn is_tar(source: &Source, is_plain: bool) -> bool {
     source.kind == SourceKind::Tar && (source.compression == Compression::None) == is_plain
 }
 
-fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) -> StageInEstimate {
+fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>, copies: u16) -> StageInEstimate {
     StageInEstimate {
         sources: plan.sources.len() as u64,
         source_bytes: plan.source_bytes,
@@ -323,6 +340,7 @@ fn estimate(plan: &StageInPlan, free_bytes: u64, partial: Option<(u64, u64)>) ->
         catalog_bytes: plan.known_files * CATALOG_ENTRY_LEN + plan.known_names_len,
         free_bytes,
         partial,
+        copies,
     }
 }
 
@@ -336,8 +354,9 @@ async fn watch_progress<T>(
     let mut detector = StallDetector::new(context.deadlines());
     loop {
         sleep(context.deadlines().progress_interval).await;
-        // Publishing is not checked for stalls, because each of its steps has a deadline of its own.
-        let is_publishing = stage_in.progress().phase == Phase::Publishing;
+        // Publishing is not checked for stalls, because each of its steps has a deadline of its own. Copying is checked by those who
+        // wait for it.
+        let is_publishing = matches!(stage_in.progress().phase, Phase::Publishing | Phase::Copying);
         if detector.is_stalled(stage_in.steps()) && !is_publishing {
             return Err(detector.error(stage_in.waits_for()));
         }

@@ -40,7 +40,10 @@ impl Fetcher {
         let is_cached = matches!(location, Some(Location::Cached(_)));
         let is_withdrawn = match is_cached {
             true => dataset.withdraw_cached(chunk.block, position),
-            false => has_origin(dataset, chunk) && dataset.locations().withdraw(chunk.block, Location::Owned(position)),
+            false => {
+                (has_origin(dataset, chunk) || dataset.copies() > 1)
+                    && dataset.locations().withdraw(chunk.block, Location::Owned(position))
+            }
         };
         if is_cached && !is_withdrawn || dataset.is_gone() {
             // The copy was withdrawn while we read it, so the read may have returned anything.

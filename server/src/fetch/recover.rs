@@ -1,18 +1,19 @@
-//! Reads blocks that this node holds in place of a lost owner, in the background, and stores them on its drives.
+//! Reads blocks that this node holds in place of a lost node, in the background, and stores them on its drives. They come from other
+//! nodes that hold copies, or from their origins.
 //!
 //! The bytes do not pass through the arena, where they would displace what readers want. But readers that want a chunk while it is
 //! being recovered share its read, and recovery takes chunks that readers have brought or are bringing from the arena. So a chunk
 //! is read from its origin once.
 
-use std::collections::HashSet;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
 
 use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
-use dayfly_meta::id::BlockId;
-use dayfly_meta::limits::{RECOVERY_WRITE_LEN, RECOVERY_YIELD, RECOVERY_YIELD_MAX};
+use dayfly_meta::id::{BlockId, NodeId};
+use dayfly_meta::limits::{COPY_REQUESTS, RECOVERY_WRITE_LEN, RECOVERY_YIELD, RECOVERY_YIELD_MAX};
 use futures_util::stream::{self, StreamExt};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
@@ -21,6 +22,7 @@ use super::Fetcher;
 use super::without_arena::{Outcome, SharedRead};
 use crate::arena::{Claimed, Lease, PendingLoad, Wanted};
 use crate::cache_writer::sync_copies;
+use crate::copies::{parts, pull};
 use crate::store::Dataset;
 
 /// What became of blocks.
@@ -130,6 +132,7 @@ impl Fetcher {
         let Begun { leased, pending, joined, new } = begun;
         let copy = |(chunk, lease): (Chunk, Lease)| (chunk, Arc::new(lease.bytes().to_vec()));
         let mut read: Vec<(Chunk, Arc<Vec<u8>>)> = leased.into_iter().map(copy).collect();
+        let new = self.read_from_holders(dataset, new, &mut read).await;
         let chunks: Vec<Chunk> = new.iter().map(|(chunk, _)| *chunk).collect();
         let buffers = chunks.iter().map(|&chunk| vec![0; dataset.chunk(chunk).map_or(0, |info| info.len as usize)]).collect();
         let reading = stream::iter(self.origins.read(dataset, &chunks, buffers));
@@ -157,6 +160,42 @@ impl Fetcher {
             read.extend(self.arena.find(&(dataset.id(), chunk)).map(|lease| copy((chunk, lease))));
         }
         read
+    }
+
+    /// Reads the chunks of which other nodes hold copies. Returns the others.
+    async fn read_from_holders(
+        &self,
+        dataset: &Arc<Dataset>,
+        new: Vec<(Chunk, watch::Sender<Outcome>)>,
+        read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
+    ) -> Vec<(Chunk, watch::Sender<Outcome>)> {
+        let mut by_holder = BTreeMap::<NodeId, Vec<Chunk>>::new();
+        for (chunk, _) in &new {
+            if let Some(holder) = self.surviving_holder(dataset, chunk.block) {
+                by_holder.entry(holder).or_default().push(*chunk);
+            }
+        }
+        let parts = by_holder.into_iter().flat_map(|(holder, chunks)| {
+            parts(dataset, chunks).into_iter().map(move |chunks| (holder, chunks)).collect::<Vec<_>>()
+        });
+        let pulling = parts.map(|(holder, chunks)| async move {
+            let pulled = pull(&self.peers, &*self.blocking, dataset, holder, &chunks).await;
+            pulled.map(|pulled| chunks.into_iter().zip(pulled).collect::<Vec<_>>()).unwrap_or_default()
+        });
+        let pulled: Vec<Vec<(Chunk, Option<Vec<u8>>)>> = stream::iter(pulling).buffer_unordered(COPY_REQUESTS).collect().await;
+        let mut found: HashMap<Chunk, Arc<Vec<u8>>> =
+            pulled.into_iter().flatten().filter_map(|(chunk, bytes)| Some((chunk, Arc::new(bytes?)))).collect();
+        let mut others = Vec::new();
+        for (chunk, sender) in new {
+            match found.remove(&chunk) {
+                Some(bytes) => {
+                    read.push((chunk, bytes.clone()));
+                    sender.send_replace(Some(Ok(bytes)));
+                }
+                None => others.push((chunk, sender)),
+            }
+        }
+        others
     }
 
     /// Writes verified chunks to the drives and waits until they are there.

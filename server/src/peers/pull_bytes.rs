@@ -15,7 +15,7 @@ impl Peers {
         let mut attempts_left = FETCH_ATTEMPTS_MAX;
         loop {
             attempts_left -= 1;
-            let slot = self.exchange.slot_within(room, timeout).await.ok_or(PeerError::Busy { node: self.node })?;
+            let slot = self.exchange_slot(room).await?;
             let (reply, pulled) = self.pull(node, request.clone(), vec![slot], timeout).await?;
             let (ReadReply::Bytes { checksum }, Some(slot), Some(&len)) = (reply, pulled.slots.first(), pulled.lens.first())
             else {

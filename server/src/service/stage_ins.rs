@@ -41,6 +41,7 @@ impl StageIns {
                 let announced = PreparedCatalog { dataset, target, from, len, checksum, replaces };
                 stage_ins.get(stage_in)?.prepare(announced).await?;
             }
+            NodeStageInRequest::Copy { stage_in, is_required } => return Ok(stage_ins.get(stage_in)?.copy(is_required)?),
             NodeStageInRequest::Commit { stage_in, epoch } => {
                 stage_ins.admit(epoch)?;
                 stage_ins.get(stage_in)?.commit()?;

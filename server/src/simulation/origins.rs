@@ -11,6 +11,7 @@ use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::{
     ARENA_UNIT, CACHE_SYNC_INTERVAL, CHUNK_LEN, ORIGIN_ATTEMPTS_MAX, ORIGIN_FAILING, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH, PAGE_SIZE,
 };
+use dayfly_meta::wire::control::Copies;
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_stagein::origin::fault::{FaultyFiles, SourceCall, SourceFault};
 use dayfly_transport::Agreement;
@@ -135,6 +136,7 @@ fn in_session(seed: u64, pfs_streams: usize, test: impl AsyncFnOnce(&mut World<'
             bug: None,
             capacity: CAPACITY,
             pfs_streams,
+            copies: Copies::default(),
             files: &|node| pfs.for_node(node),
         };
         let servers = session.start(NODES, &mut random, jobs.clone()).await;

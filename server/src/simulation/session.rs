@@ -11,7 +11,7 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_IN_MEMORY_MIN};
-use dayfly_meta::wire::control::{Event, StageInRequest};
+use dayfly_meta::wire::control::{Copies, Event, StageInRequest};
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::{Agreement, Key, Options, Transport};
 use tokio::sync::mpsc;
@@ -80,6 +80,7 @@ pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted
             bug,
             capacity: 16 << 20,
             pfs_streams: 16,
+            copies: Copies::Number(1 + u16::from(seed.is_multiple_of(3))),
             files: &|_| Arc::new(SystemFiles),
         };
         if timeout(HANG, session.run(random, sources, jobs.clone())).await.is_err() {
@@ -105,6 +106,8 @@ pub(super) struct Session<'a> {
     pub(super) capacity: u64,
     /// How many reads each node makes at the same time on the parallel file system.
     pub(super) pfs_streams: usize,
+    /// How many nodes store each block.
+    pub(super) copies: Copies,
     /// How each node reaches the parallel file system.
     pub(super) files: &'a (dyn Fn(NodeId) -> SharedFiles + Sync),
 }
@@ -246,6 +249,7 @@ impl Session<'_> {
             sources: sources.iter().map(|source| source.path.as_os_str().as_encoded_bytes().to_vec()).collect(),
             target: target.to_vec(),
             seed: self.seed,
+            copies: self.copies,
             ..StageInRequest::default()
         };
         let start = Instant::now();

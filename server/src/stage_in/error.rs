@@ -10,6 +10,7 @@ use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_stagein::StageInError;
 
 use crate::blocking::JobLost;
+use crate::copies::CopyError;
 use crate::ingest::IngestError;
 use crate::membership::decision::OldEpoch;
 use crate::peers::PeerError;
@@ -60,6 +61,18 @@ pub(crate) enum NodeStageInError {
     ShortCatalog { from: NodeId },
     #[error(transparent)]
     Prepare(#[from] PrepareError),
+    #[error("cannot copy blocks from node {owner}: {error}")]
+    Copy {
+        owner: NodeId,
+        #[source]
+        error: CopyError,
+    },
+    #[error("node {owner} has no good copy of a block that it stored; check its drives and its memory")]
+    NoGoodCopy { owner: NodeId },
+    #[error("cannot write a copy of a block: {0}")]
+    WriteCopy(#[source] io::Error),
+    #[error("there is no room for a copy of {}; use fewer --copies", show_bytes(*.0))]
+    NoCopyRoom(u64),
     #[error("no dataset was prepared")]
     NotPrepared,
     #[error(transparent)]
@@ -76,9 +89,11 @@ impl NodeStageInError {
             Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
             Self::OldEpoch(_) => RejectionKind::OldEpoch,
             Self::Busy => RejectionKind::Busy,
-            Self::NoRoom | Self::NoCatalogRoom(_) => RejectionKind::NoRoom,
-            Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) => RejectionKind::DriveFailed,
+            Self::NoRoom | Self::NoCatalogRoom(_) | Self::NoCopyRoom(_) => RejectionKind::NoRoom,
+            Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) | Self::WriteCopy(_) => RejectionKind::DriveFailed,
             Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } => RejectionKind::PeerFailed,
+            // This node has waited for the owner as long as it makes sense.
+            Self::Copy { .. } | Self::NoGoodCopy { .. } => RejectionKind::Failed,
             Self::Ingest(error) => ingest_kind(error),
             Self::Worker(error) => worker_kind(error),
             Self::Prepare(error) => prepare_kind(error),

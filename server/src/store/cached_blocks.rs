@@ -156,7 +156,7 @@ pub(crate) fn lowered_threshold(threshold: u64, bytes: u64, cached_room: u64) ->
 impl Dataset {
     /// Returns the bytes of the blocks that this node has not stored itself, whoever owns them.
     pub(crate) fn remote_bytes(&self) -> u64 {
-        self.catalog().header().bytes.saturating_sub(self.owned().bytes)
+        self.catalog().header().bytes.saturating_sub(self.stored_bytes())
     }
 
     /// Returns whether a block that arrived from its owner is to be cached.

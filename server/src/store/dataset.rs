@@ -16,6 +16,7 @@ use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_transport::Piece;
 
 use super::cached_blocks::CachedBlocks;
+use super::copies::CopiesHere;
 use super::drive::{Drive, Reservation, read_only};
 use super::segment::Segments;
 use super::shared_file;
@@ -72,6 +73,7 @@ pub(crate) struct Dataset {
     me: NodeId,
     owned: Owned,
     cached_blocks: CachedBlocks,
+    copies: CopiesHere,
     taken_over: RwLock<Arc<TakenOver>>,
     /// The placement of the stage-in. Nobody needs it until a node is lost.
     placement: OnceLock<Placement>,
@@ -146,6 +148,7 @@ impl NewDataset<'_> {
             me,
             owned,
             cached_blocks,
+            copies: CopiesHere::default(),
             taken_over: RwLock::default(),
             placement: OnceLock::new(),
             gone,
@@ -180,6 +183,10 @@ impl Dataset {
     /// Returns the node that this part of the dataset is on.
     pub(super) fn me(&self) -> NodeId {
         self.me
+    }
+
+    pub(super) fn copies_counters(&self) -> &CopiesHere {
+        &self.copies
     }
 
     /// Returns what this node holds in place of lost owners.
@@ -252,16 +259,24 @@ impl Dataset {
 
     /// Returns the first of a block's candidates that is not skipped; `None` if all are.
     pub(crate) fn candidate(&self, block: BlockId, skipped: &NodeSet) -> Option<NodeId> {
+        let (path, part) = self.placed(block)?;
+        self.placement().owner(self.catalog.header().group.of(&path), part, skipped)
+    }
+
+    /// Returns the path that placement hashes for a block, and the block's number in its sample.
+    pub(super) fn placed(&self, block: BlockId) -> Option<(Vec<u8>, u32)> {
         let (sample, _) = self.catalog.block(block)?;
         let (_, blocks) = self.catalog.sample(sample)?;
-        let header = self.catalog.header();
-        let placement = self.placement.get_or_init(|| {
+        Some((self.catalog.placed_path(sample)?, block.0 - blocks.start))
+    }
+
+    /// Returns the placement of the stage-in.
+    pub(super) fn placement(&self) -> &Placement {
+        self.placement.get_or_init(|| {
             let members = (0..).map(NodeId).zip(self.catalog.capacities());
             let members: Vec<Member> = members.map(|(node, capacity)| Member { node, capacity }).collect();
-            Placement::new(header.seed, &members)
-        });
-        let path = self.catalog.placed_path(sample)?;
-        placement.owner(header.group.of(&path), block.0 - blocks.start, skipped)
+            Placement::new(self.catalog.header().seed, &members)
+        })
     }
 
     /// Publishes a block's location in the arena, unless processes can already find the block on this node. Returns whether the
@@ -270,7 +285,7 @@ impl Dataset {
         self.locations.publish_absent(block, location)
     }
 
-    /// Returns a chunk to be sent to a peer; `None` unless this node owns its block.
+    /// Returns a chunk to be sent to a peer; `None` unless a stage-in stored its block on this node.
     pub(crate) fn piece(&self, chunk: Chunk) -> Option<Piece> {
         // A cached copy is not sent, because it may be freed while it is being sent.
         let Location::Owned(position) = self.locations.find(chunk.block)? else { return None };

@@ -1,7 +1,8 @@
-//! Which blocks this node holds in place of owners that are lost: those of which it is the first candidate that is not lost.
+//! Which blocks this node holds in place of nodes that are lost: those of which it is the first candidate that is not lost, or with
+//! several copies, one of the first.
 //!
 //! Such a block ranks among the blocks that this node owns but did not store, so it is cached before the blocks of live owners.
-//! When its owner returns, it ranks as an ordinary cached block again.
+//! When the lost node returns, it ranks as an ordinary cached block again.
 
 use std::sync::Arc;
 
@@ -46,9 +47,19 @@ impl Dataset {
         self.owned().unstored_bytes + self.taken_over().bytes
     }
 
-    /// Returns whether a block's owner is among the lost nodes, and this node takes its place.
+    /// Returns whether this node holds a block that no stage-in stored here, because some of its holders are among the lost nodes.
     pub(crate) fn takes_over(&self, block: BlockId, lost: &NodeSet) -> bool {
-        self.catalog().owner(block).is_some_and(|owner| lost.contains(owner)) && self.candidate(block, lost) == Some(self.me())
+        if lost.is_empty() {
+            return false;
+        }
+        if self.copies() == 1 {
+            let is_lost = self.catalog().owner(block).is_some_and(|owner| lost.contains(owner));
+            return is_lost && self.candidate(block, lost) == Some(self.me());
+        }
+        let holders = self.holders(block);
+        let is_one_lost = holders.iter().any(|holder| lost.contains(*holder));
+        // A stage-in that loses a node cannot make all copies, so a holder may lack its own.
+        is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
     }
 
     /// Returns the bytes of the blocks that this node holds in place of lost owners. In a large dataset it looks at a part of the
@@ -63,7 +74,8 @@ impl Dataset {
         for sample in (0..samples).step_by(step as usize).map(SampleId) {
             let Some((size, blocks)) = self.catalog().sample(sample) else { continue };
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
-                if self.takes_over(block, lost) && is_readable(self.catalog(), sample) {
+                let can_be_read = || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost);
+                if self.takes_over(block, lost) && can_be_read() {
                     bytes += block_len(size, part);
                 }
             }

@@ -68,7 +68,7 @@ pub(crate) struct SessionArguments {
     #[arg(long, value_name = "N", value_parser = number::<u16>(1..=u64::from(PFS_STREAMS_MAX)))]
     pub(crate) pfs_streams: Option<u16>,
     /// Bytes per second that each server reads to recover the blocks of a lost node in the
-    /// background; 0 to read them only when they are needed. [default: 256MiB]
+    /// background; 0 to read them only when they are needed. [default: 128MiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) recovery_rate: Option<u64>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]

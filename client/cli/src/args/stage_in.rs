@@ -4,6 +4,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
+use dayfly_meta::limits::COPIES_MAX;
+use dayfly_meta::wire::control::Copies;
 
 use super::number;
 use crate::size;
@@ -86,6 +88,12 @@ pub(crate) struct StageInOptions {
     /// must fit in any case.
     #[arg(long)]
     pub(crate) require_fit: bool,
+    /// Number of nodes that store each block, so that the loss of a node costs no read of the sources.
+    ///
+    /// Fails if there is not enough room for N times the samples. With 'auto', two nodes store each
+    /// block if there is certainly enough room for that, else one.
+    #[arg(long, value_name = "N|auto", default_value = "1", value_parser = copies)]
+    pub(crate) copies: Copies,
     /// Write a page with plots to FILE: rates, balance, sizes, classes, and where the time went.
     #[arg(long, value_name = "FILE")]
     pub(crate) report: Option<PathBuf>,
@@ -96,6 +104,14 @@ pub(crate) struct StageInOptions {
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+fn copies(text: &str) -> Result<Copies, String> {
+    if text == "auto" {
+        return Ok(Copies::Auto);
+    }
+    let number = text.parse().ok().filter(|number| (1..=COPIES_MAX).contains(number));
+    number.map(Copies::Number).ok_or_else(|| format!("a number from 1 to {COPIES_MAX}, or 'auto', is wanted"))
 }
 
 /// What to do if several samples have the same path.

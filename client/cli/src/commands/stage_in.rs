@@ -138,6 +138,7 @@ pub(super) fn perform(
         replace: options.replace,
         max_rate: options.max_rate,
         require_fit: options.require_fit,
+        copies: options.copies,
     };
     let before = location.live_nodes();
     let mut failure = None;

@@ -241,6 +241,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 })).collect::<Vec<_>>(),
             });
             value["origins"] = origins(status);
+            value["copies"] = json!({ "blocks": status.copies.count, "bytes": status.copies.bytes });
             value["recovery"] = recovery_as_json(&status.recovery);
             value
         }

@@ -7,6 +7,7 @@ use super::Rival;
 use crate::id::{DatasetId, NodeId};
 use crate::stored_share::StoredShare;
 use crate::wire::control::{Counted, Selection};
+use crate::wire::status::Reads;
 
 /// A request to a node's part of a stage-in.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -68,6 +69,14 @@ pub enum NodeStageInRequest {
         /// The dataset that this one replaces.
         replaces: Option<DatasetId>,
     },
+    /// Copy blocks of which this node is a holder from their owners, in the background. Sent again and again, until all nodes are
+    /// done. Reply: [`NodeStageInReply::Copying`].
+    Copy {
+        /// The stage-in that prepared the dataset.
+        stage_in: u64,
+        /// Whether the stage-in fails if there is no room for a copy.
+        is_required: bool,
+    },
     /// Make the prepared dataset visible, in place of the one that it replaces. Reply: [`NodeStageInReply::Done`].
     Commit {
         /// The stage-in that prepared the dataset.
@@ -116,6 +125,19 @@ pub enum NodeStageInReply {
         /// The number that the block's pieces name, or `None` if no drive has room. In that case the block goes to the
         /// next candidate.
         arrival: Option<u32>,
+    },
+    /// How far a node has come with its copies.
+    Copying {
+        /// The blocks to copy, as far as the node has found them.
+        wanted: Reads,
+        /// The blocks that have been copied.
+        copied: Reads,
+        /// The blocks that found no room.
+        uncopied: Reads,
+        /// A number that grows as long as there is progress.
+        steps: u64,
+        /// Whether the node has copied all it can, and the copies are on its drives.
+        is_done: bool,
     },
     /// All blocks are on the drives.
     Finished {

@@ -156,6 +156,9 @@ impl Reporter {
                 size::show(bytes)
             ));
         }
+        if plan.copies > 1 {
+            mention(format_args!("{} nodes will store each block", plan.copies));
+        }
         if io::stderr().is_terminal() {
             self.bars = Some(Bars::new(plan.source_bytes));
         }
@@ -168,6 +171,9 @@ impl Reporter {
             Phase::Planning => "finding sources".to_owned(),
             Phase::Reading => format!("{}, {}", units::counted(progress.files, "file"), size::show(progress.bytes)),
             Phase::Merging => "merging the catalog".to_owned(),
+            Phase::Copying => {
+                format!("copied {} of {} to further nodes", size::show(progress.copied_bytes), size::show(progress.to_copy_bytes))
+            }
             Phase::Publishing => "publishing the catalog".to_owned(),
         };
         if let Some(bars) = &mut self.bars {
@@ -209,6 +215,16 @@ impl Reporter {
                 stored as f64 * 100.0 / summary.bytes.max(1) as f64,
                 size::show(unstored)
             ));
+        }
+        if summary.copies > 1 {
+            mention(format_args!(
+                "{} nodes store each block; the copies take {}",
+                summary.copies,
+                size::show(summary.copied_bytes)
+            ));
+        }
+        if summary.uncopied_bytes > 0 {
+            complain(format_args!("warning: copies of {} found no room", size::show(summary.uncopied_bytes)));
         }
         if summary.elapsed_ms >= BOTTLENECK_SHOWN_MS_MIN {
             let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
@@ -257,11 +273,12 @@ impl Reporter {
                 "known_files": plan.known_files, "files_are_all_known": plan.files_are_all_known,
                 "least_bytes": plan.least_bytes, "catalog_bytes": plan.catalog_bytes, "free_bytes": plan.free_bytes,
                 "all_fits": plan.partial.is_none(), "expected_bytes": plan.partial.map(|(bytes, _)| bytes),
-                "expected_stored_permille": plan.partial.map_or(1000, |(_, permille)| permille),
+                "expected_stored_permille": plan.partial.map_or(1000, |(_, permille)| permille), "copies": plan.copies,
             }),
             Event::Progress(progress) => json!({
                 "event": "progress", "phase": format!("{:?}", progress.phase).to_lowercase(),
                 "source_bytes": progress.source_bytes, "files": progress.files, "bytes": progress.bytes,
+                "copied_bytes": progress.copied_bytes, "to_copy_bytes": progress.to_copy_bytes,
                 "nodes": progress.nodes.iter().map(counted).collect::<Vec<_>>(),
             }),
             Event::StagedIn(summary) => json!({
@@ -272,7 +289,8 @@ impl Reporter {
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
                 "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
                 "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
-                "redone_bytes": summary.redone_bytes,
+                "redone_bytes": summary.redone_bytes, "copies": summary.copies, "copied_bytes": summary.copied_bytes,
+                "uncopied_bytes": summary.uncopied_bytes,
                 "unstored_bytes": summary.nodes.iter().map(|node| node.unstored_bytes).sum::<u64>(), "bottleneck": summary.bottleneck().name(),
                 "nodes": summary.nodes.iter().map(|node| {
                     let mut value = counted(&node.counted);

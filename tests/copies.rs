@@ -1,0 +1,236 @@
+//! Datasets of which several nodes store each block (`stage-in --copies`).
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use dayfly_meta::id::{BlockId, NodeId};
+use dayfly_meta::wire::control::{Copies, Summary};
+use dayfly_meta::wire::decode_sealed;
+use dayfly_meta::wire::peer::{ReadRequest, Request};
+use dayfly_transport::fault::Fault;
+use harness::inside::{Inside, Rest};
+use harness::samples::{content, count, dataset, path};
+use harness::{Ground, pack, wait_until};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde_json::Value;
+
+const FILES: usize = 500;
+
+/// Lengths of files, about 45 MiB in all: empty ones, small ones, and ones of several chunks and of several blocks.
+fn lens() -> Vec<usize> {
+    (0..FILES).map(|number| number * 371 % 60_000).chain([0, 1, (4 << 20) + 1, 9_000_000]).collect()
+}
+
+/// Starts a session of four nodes with a dataset of two copies. Its source is an archive with this ending, or a directory.
+fn session(lens: &[usize], ending: Option<&str>, recovery_rate: u64) -> (Inside, Summary) {
+    let mut session = Inside::with_config(4, |config| config.recovery_rate = recovery_rate);
+    session.copies = Copies::Number(2);
+    let source = source(&session, lens, ending);
+    let summary = session.stage(&source).unwrap();
+    (session, summary)
+}
+
+fn source(session: &Inside, lens: &[usize], ending: Option<&str>) -> PathBuf {
+    let tree = session.write(lens);
+    let Some(ending) = ending else { return tree };
+    let archive = session.work.path().join(format!("d.{ending}"));
+    pack(&archive, &tree, &[]);
+    archive
+}
+
+fn read_all(session: &Inside, node: u16, lens: &[usize]) {
+    let view = session.view(node);
+    for (number, &len) in lens.iter().enumerate() {
+        let file = view.open(&path(number)).unwrap();
+        let mut bytes = vec![0; len];
+        view.read_at(&file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number} on node {node}: {error}"));
+        assert!(bytes == content(number, len), "file {number} on node {node}");
+    }
+}
+
+/// Returns on how many of these nodes each block is.
+fn places(session: &Inside, nodes: &[u16]) -> Vec<usize> {
+    let all: Vec<_> = nodes.iter().map(|&node| dataset(&session.view(node))).collect();
+    let blocks = all[0].catalog().header().blocks;
+    (0..blocks).map(BlockId).map(|block| all.iter().filter(|dataset| dataset.is_here(block)).count()).collect()
+}
+
+fn origin_reads(session: &Inside, nodes: &[u16]) -> u64 {
+    nodes.iter().map(|&node| session.status_of(node).origins.operations).sum()
+}
+
+/// SEMANTICS: "With `--copies N`, the owner of each block and the next of its candidates store the block before the dataset becomes
+/// visible, N nodes in all. After the loss of a node, nothing is read from the sources: the other holders answer, and the copies that
+/// were lost are made again from theirs."
+#[test]
+fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
+    let lens = lens();
+    // A compressed archive cannot be read at random places.
+    for ending in [None, Some("tar"), Some("tar.gz")] {
+        let (mut session, summary) = session(&lens, ending, 1 << 30);
+        assert_eq!((summary.copies, summary.copied_bytes, summary.uncopied_bytes), (2, summary.bytes, 0));
+        assert!(places(&session, &[0, 1, 2, 3]).iter().all(|&places| places == 2), "{ending:?}");
+        let here: u64 = (0..4).map(|node| session.status_of(node).copies.bytes).sum();
+        assert_eq!(here, summary.bytes);
+        fs::rename(session.work.path(), session.work.path().with_extension("away")).unwrap();
+        (0..4).for_each(|node| read_all(&session, node, &lens));
+        session.lose(3);
+        let left = [0, 1, 2];
+        (0..3).for_each(|node| read_all(&session, node, &lens));
+        wait_until("all copies are restored", || places(&session, &left).iter().all(|&places| places >= 2));
+        // Readers may have brought some blocks before recovery looked for them.
+        wait_until("all nodes say so", || {
+            left.iter()
+                .map(|&node| session.status_of(node).recovery)
+                .all(|recovery| recovery.wanted == recovery.recovered && recovery.failed.count == 0)
+        });
+        // So the session survives the loss of another node.
+        session.lose(2);
+        (0..2).for_each(|node| read_all(&session, node, &lens));
+        assert_eq!(origin_reads(&session, &[0, 1]), 0, "{ending:?}");
+        fs::rename(session.work.path().with_extension("away"), session.work.path()).unwrap();
+    }
+}
+
+/// SEMANTICS: "A copy that is damaged, or that a drive does not return, costs nothing but another request: the next holder is asked."
+#[test]
+fn a_bad_copy_is_read_from_the_next_holder() {
+    let lens = vec![50_000; 60];
+    let (session, _) = session(&lens, Some("tar.gz"), 0);
+    // One of two copies of each block goes bad.
+    let mut flipped = 0;
+    for (number, &len) in lens.iter().enumerate() {
+        let bytes = content(number, len);
+        let node = (0..4).find(|&node| {
+            let view = session.view(node);
+            let (_, blocks) = dataset(&view).catalog().sample(view.open(&path(number)).unwrap().sample()).unwrap();
+            dataset(&view).is_here(BlockId(blocks.start))
+        });
+        flipped += session.flip(Rest::Segments(session.data_dir(node.unwrap())), &bytes);
+    }
+    assert_eq!(flipped, lens.len());
+    for node in 0..4 {
+        let view = session.view(node);
+        for (number, &len) in lens.iter().enumerate() {
+            let file = view.open(&path(number)).unwrap();
+            let (_, blocks) = dataset(&view).catalog().sample(file.sample()).unwrap();
+            // A node trusts its own drives.
+            if dataset(&view).is_here(BlockId(blocks.start)) {
+                continue;
+            }
+            let mut bytes = vec![0; len];
+            view.read_at(&file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number} on node {node}: {error}"));
+            assert!(bytes == content(number, len), "file {number} on node {node}");
+        }
+    }
+}
+
+/// SEMANTICS: "If copying fails, the stage-in fails on all nodes."
+#[test]
+fn a_stage_in_whose_copies_fail_leaves_nothing_behind() {
+    let lens = lens();
+    let mut session = Inside::with_config(4, |_| {});
+    session.copies = Copies::Number(2);
+    let tree = source(&session, &lens, None);
+    // Whatever node 2 sends arrives damaged.
+    session.inject(|seen| match decode_sealed::<Request>(seen.message) {
+        Ok(Request::Read(ReadRequest::Chunks { .. })) if seen.peer == NodeId(2) => Some(Fault::FlipOnWire),
+        _ => None,
+    });
+    let error = session.stage(&tree).unwrap_err();
+    assert!(error.contains("node 2 has no good copy of a block"), "{error}");
+    session.leave_alone();
+    assert!(session.view(1).session().datasets().unwrap().is_empty());
+    wait_until("the space is free again", || session.status().iter().all(|node| node.used_bytes == 0));
+    session.stage(&tree).unwrap();
+    read_all(&session, 1, &lens);
+}
+
+/// SEMANTICS: "`--copies N` fails before it reads if not all copies fit, or if there are fewer than N nodes. `--copies auto` means two
+/// if two copies certainly fit, else one; the summary says which."
+#[test]
+fn copies_that_do_not_fit_are_refused_and_auto_takes_what_fits() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..300).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, 60_000)).unwrap());
+    pack(&ground.at("d.tar.gz"), &ground.at("d"), &[]);
+    let cluster = ground.up_with(2, &["--capacity", "30MiB"]);
+    let tree = cluster.at("d");
+    let tree = tree.to_str().unwrap();
+    let message = cluster.fails(1, &["stage-in", "--copies", "3", tree, "/dayfly/d"]);
+    assert!(message.contains("--copies 3 needs at least 3 nodes, and the session has 2"), "{message}");
+    let message = cluster.fails(2, &["stage-in", "--copies", "some", tree, "/dayfly/d"]);
+    assert!(message.contains("a number from 1 to 16, or 'auto'"), "{message}");
+    let output = cluster.output(&["stage-in", "--copies", "2", tree, "/dayfly/d"]);
+    let message = harness::text(&output.stderr);
+    assert!(output.status.success() && message.contains("2 nodes store each block; the copies take 17.2MiB"), "{message}");
+    // Both nodes read everything from their own drives.
+    let before: u64 = cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["remote_reads"])).sum();
+    for node in 0..2 {
+        let view = cluster.view(node);
+        for number in 0..300 {
+            let file = view.open(&path(number)).unwrap();
+            let mut bytes = vec![0; 60_000];
+            view.read_at(&file, 0, &mut bytes).unwrap();
+            assert!(bytes == content(number, 60_000));
+        }
+    }
+    let after: u64 = cluster.status()["nodes"].as_array().unwrap().iter().map(|node| count(&node["remote_reads"])).sum();
+    assert_eq!(before, after);
+    cluster.ok(&["verify", "--from-every-node"]);
+    let message = cluster.fails(1, &["stage-in", "--copies", "2", tree, "/dayfly/again"]);
+    assert!(message.contains("2 copies of the samples take at least") && message.contains("fewer --copies"), "{message}");
+    // Here there is room for one copy only.
+    let summary = |arguments: &[&str]| -> Value {
+        let output = cluster.ok(&[&["stage-in", "--json", "--copies", "auto"], arguments].concat());
+        output
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .find(|event: &Value| event["event"] == "staged-in")
+            .unwrap()
+    };
+    assert_eq!(count(&summary(&[tree, "/dayfly/again"])["copies"]), 1);
+    fs::create_dir(cluster.at("few")).unwrap();
+    fs::write(cluster.at("few/0"), content(0, 1000)).unwrap();
+    let done = summary(&[cluster.at("few").to_str().unwrap(), "/dayfly/few"]);
+    assert_eq!((count(&done["copies"]), count(&done["copied_bytes"])), (2, 1000));
+    cluster.down();
+}
+
+/// SEMANTICS: "While a holder does not answer, the others are asked, and no read on another node fails, whatever the source is."
+#[test]
+fn readers_see_no_error_when_a_holder_is_killed_or_stands_still() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..1200).for_each(|number| fs::write(ground.at(format!("d/{number}")), content(number, 20_000)).unwrap());
+    pack(&ground.at("d.tar.gz"), &ground.at("d"), &[]);
+    let cluster = ground.up_with(4, &["--deadlines-divisor", "5"]);
+    cluster.ok(&["stage-in", "--copies", "2", cluster.at("d.tar.gz").to_str().unwrap(), "/dayfly/d"]);
+    let read_all = |node| {
+        let view = cluster.view(node);
+        for number in 0..1200 {
+            let file = view.open(&path(number)).unwrap();
+            let mut bytes = vec![0; 20_000];
+            view.read_at(&file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number} on node {node}: {error}"));
+            assert!(bytes == content(number, 20_000), "file {number} on node {node}");
+        }
+    };
+    let pid = cluster.pids()[&3];
+    for signal in [Signal::SIGSTOP, Signal::SIGKILL] {
+        std::thread::scope(|scope| {
+            let readers: Vec<_> = (0..3).map(|node| scope.spawn(move || read_all(node))).collect();
+            std::thread::sleep(Duration::from_millis(20));
+            // A server that stands still for long is ended by its supervisor.
+            let _ = kill(Pid::from_raw(pid), signal);
+            readers.into_iter().for_each(|reader| reader.join().unwrap());
+        });
+        (0..3).for_each(read_all);
+    }
+    cluster.down();
+}
