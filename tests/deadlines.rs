@@ -160,12 +160,8 @@ fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
 
-/// Peers and the coordinator detect each other's silence, and report it to each other.
-fn stage_in(deadlines: &Deadlines) -> (Duration, Duration) {
-    (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.node_silent + 4 * deadlines.request)
-}
-
-/// The supervisor counts the node as lost, the stage-in goes on without it, and its rate limit adds a few seconds.
+/// The supervisor counts the node as lost. Then the stage-in goes on without the node, or begins again. Its rate limit adds a few
+/// seconds.
 fn goes_on(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.lost_after + deadlines.node_silent + 4 * deadlines.request + Duration::from_secs(5))
 }
@@ -219,9 +215,8 @@ const TABLE: &[Row] = &[
     works(Ask::BatchWithOrigin, 1, Far::Silent, peer_lost),
     row(Ask::Status, 1, Far::Silent, peer_lost, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
-    // The supervisor counts the node as lost before or after the coordinator misses its reports.
-    either(Ask::StageIn, 1, Far::Silent, goes_on, &["node 1"]),
-    row(Ask::StageInByAnother, 0, Far::Silent, stage_in, &["node 0"]),
+    works(Ask::StageIn, 1, Far::Silent, goes_on),
+    works(Ask::StageInByAnother, 0, Far::Silent, goes_on),
     works(Ask::Shipping, 1, Far::Silent, goes_on),
     works(Ask::Shipping, 1, Far::Reset, goes_on),
     row(Ask::Shipping, 1, Far::DriveFails, next_write, &["node 1"]),
@@ -232,8 +227,8 @@ const TABLE: &[Row] = &[
     works(Ask::BatchWithOrigin, 1, Far::Reset, at_once),
     row(Ask::Status, 1, Far::Reset, at_once, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Reset, at_once, &["node 1"]),
-    row(Ask::StageIn, 1, Far::Reset, at_once, &["node 1"]),
-    row(Ask::StageInByAnother, 0, Far::Reset, at_once, &["node 0"]),
+    works(Ask::StageIn, 1, Far::Reset, goes_on),
+    works(Ask::StageInByAnother, 0, Far::Reset, goes_on),
     works(Ask::Order, 1, Far::Silent, at_once),
     works(Ask::Spill, 1, Far::Silent, at_once),
     works(Ask::Attach, 1, Far::Silent, at_once),

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::SampleId;
-use harness::samples::{content, dataset, path};
+use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use harness::samples::{assert_accounts_are_settled, content, dataset, path};
 use harness::{Cluster, Ground, pack, signal, wait_until};
 use nix::sys::signal::Signal;
 
@@ -30,8 +30,9 @@ const SILENT_LIMIT: Duration = Duration::from_secs(9);
 
 const _: () = assert!(SILENT_LIMIT.as_secs() < 2 * Deadlines::DEFAULT.request.as_secs());
 
+/// Most files are small, and a few have several chunks.
 fn len(number: usize) -> usize {
-    number * 37 % 50_000
+    if number % 200 == 7 { 6 << 20 } else { number * 37 % 50_000 }
 }
 
 fn write_tree(ground: &Ground, name: &str, numbers: std::ops::Range<usize>) {
@@ -46,6 +47,15 @@ fn session(source: &str, options: &[&str]) -> Cluster {
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
     let cluster = ground.up_with(4, options);
     cluster.stage(&[&cluster.at(source)], "/dayfly/d");
+    let view = cluster.view(0);
+    let catalog = dataset(&view);
+    let is_of_lost = |number: &usize| {
+        let (_, blocks) = catalog.catalog().sample(view.open(&path(*number)).unwrap().sample()).unwrap();
+        catalog.catalog().owner(BlockId(blocks.start)) == Some(NodeId(LOST))
+    };
+    let (large, small): (Vec<usize>, Vec<usize>) =
+        (0..FILES).filter(|number| len(*number) > 0).filter(is_of_lost).partition(|number| len(*number) > 4 << 20);
+    assert!(!large.is_empty() && small.len() > FILES / 8, "{large:?} and {} small files", small.len());
     cluster
 }
 
@@ -186,6 +196,7 @@ fn readers_on_other_nodes_see_no_error_and_wait_once_when_a_server_stands_still(
         read_everywhere(&cluster);
         origin_reads(&cluster) == before
     });
+    assert_accounts_are_settled(&cluster);
     cluster.down();
 }
 
