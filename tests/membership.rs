@@ -78,6 +78,8 @@ fn finished(stage_in: Child) -> String {
 
 /// SEMANTICS: "A server that stands still for longer than `--lost-after` is lost, and is a member again when it continues: it owns what
 /// it owned, and nothing is read from the sources anymore."
+/// SEMANTICS: "A server is lost when nothing has been heard of it for `--lost-after` (30 s), or when it has closed its connection to
+/// the supervisor and has not dialed again within 2 s. `status` says which nodes are lost, and for how long."
 #[test]
 fn a_server_that_stood_still_returns_with_its_blocks() {
     let cluster = session();

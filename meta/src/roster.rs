@@ -3,7 +3,7 @@
 //! The supervisor alone decides who is a member, and raises the *membership epoch* with every change. So two rosters of the same
 //! epoch are equal, and of two rosters the one with the higher epoch is the newer.
 
-use std::net::SocketAddr;
+use core::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 

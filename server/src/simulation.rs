@@ -100,7 +100,7 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Out
 }
 
 /// SEMANTICS: "When `stage-in` returns, the dataset is visible on every node. For a few milliseconds before that, it may be visible
-/// on one node and not yet on another. A node that is cut off during these milliseconds asks node 0 until it learns whether the
+/// on one node and not yet on another. A node that is cut off during these milliseconds asks the coordinator until it learns whether the
 /// dataset is visible everywhere."
 /// SEMANTICS: "Damaged bytes are requested once more; if they arrive damaged again, the stage-in ends with an error that names
 /// the node."

@@ -98,7 +98,7 @@ pub enum Delivery<B> {
     Full(NodeId, Batch<B>),
     /// The owner does not answer. The bytes are lost.
     Absent {
-        /// The owner.
+        /// The owner that does not answer.
         node: NodeId,
         /// The blocks: for each, the index of its member in the worker's list, and its number in the member.
         members: Vec<(usize, u32)>,

@@ -38,7 +38,7 @@ pub enum ReadRequest {
     },
     /// Bytes of the catalog of a dataset that the peer shows, as many as fit into the slot. Reply: [`ReadReply::Bytes`].
     DatasetCatalog {
-        /// The dataset.
+        /// The dataset that has the catalog.
         dataset: DatasetId,
         /// Offset of the first wanted byte.
         offset: u64,
