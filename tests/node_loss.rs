@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
+use dayfly_meta::limits::ARENA_LEN_MIN;
 use harness::samples::{assert_accounts_are_settled, content, dataset, path};
 use harness::{Cluster, Ground, pack, signal, wait_until};
 use nix::sys::signal::Signal;
@@ -178,11 +179,21 @@ fn readers_on_other_nodes_see_no_error_and_do_not_wait_when_a_server_is_killed()
 /// SEMANTICS: "When the node answers again, its blocks are read from it again."
 #[test]
 fn readers_on_other_nodes_see_no_error_and_wait_once_when_a_server_stands_still() {
-    let cluster = session("a.tar", &[]);
+    read_while_a_server_stands_still("a.tar", &[]);
+}
+
+/// Requests that a silent node does not answer hold room in the arena. What is left must suffice for the second attempts.
+#[test]
+fn readers_with_small_arenas_wait_once_when_a_server_stands_still() {
+    read_while_a_server_stands_still("tree", &["--memory", &ARENA_LEN_MIN.to_string()]);
+}
+
+fn read_while_a_server_stands_still(source: &str, options: &[&str]) {
+    let cluster = session(source, options);
     cluster.ok(&["tune", "--cache", "off"]);
     let pid = cluster.pids()[&LOST];
     let longest = read_during(&cluster, || signal(pid, Signal::SIGSTOP));
-    println!("stopped: the longest reads took {longest:?}");
+    println!("stopped, {options:?}: the longest reads took {longest:?}");
     assert!(longest.iter().all(|longest| *longest < SILENT_LIMIT), "{longest:?}");
     assert!(origin_reads(&cluster) > 0, "nothing was read in place of the stopped node");
     // The other nodes know now that this node does not answer.
