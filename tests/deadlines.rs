@@ -160,7 +160,8 @@ fn request(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.request, deadlines.request)
 }
 
-/// The supervisor counts the node as lost, the stage-in goes on without it, and its rate limit adds a few seconds.
+/// The supervisor counts the node as lost. Then the stage-in goes on without the node, or begins again. Its rate limit adds a few
+/// seconds.
 fn goes_on(deadlines: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, deadlines.lost_after + deadlines.node_silent + 4 * deadlines.request + Duration::from_secs(5))
 }
@@ -214,8 +215,7 @@ const TABLE: &[Row] = &[
     works(Ask::BatchWithOrigin, 1, Far::Silent, peer_lost),
     row(Ask::Status, 1, Far::Silent, peer_lost, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
-    // The supervisor counts the node as lost before or after the coordinator misses its reports.
-    either(Ask::StageIn, 1, Far::Silent, goes_on, &["node 1"]),
+    works(Ask::StageIn, 1, Far::Silent, goes_on),
     works(Ask::StageInByAnother, 0, Far::Silent, goes_on),
     works(Ask::Shipping, 1, Far::Silent, goes_on),
     works(Ask::Shipping, 1, Far::Reset, goes_on),

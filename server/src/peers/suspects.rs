@@ -25,6 +25,8 @@ struct List {
     nodes: NodeSet,
     /// The lost members, and when this node learned that they are.
     lost: BTreeMap<NodeId, Instant>,
+    /// When each former suspect answered again, and how long it was last left alone before it was asked.
+    answered: BTreeMap<NodeId, (Instant, Duration)>,
     /// A task for each suspect. They end with the peers.
     asking: JoinSet<()>,
 }
@@ -39,7 +41,12 @@ impl Suspects {
     pub(super) fn new() -> Self {
         Self {
             is_any: AtomicBool::new(false),
-            list: Mutex::new(List { nodes: NodeSet::new(), lost: BTreeMap::new(), asking: JoinSet::new() }),
+            list: Mutex::new(List {
+                nodes: NodeSet::new(),
+                lost: BTreeMap::new(),
+                answered: BTreeMap::new(),
+                asking: JoinSet::new(),
+            }),
         }
     }
 
@@ -51,6 +58,12 @@ impl Suspects {
         let mut list = self.list();
         list.nodes.remove(node);
         self.is_any.store(!list.all().is_empty(), Ordering::Release);
+    }
+
+    /// Removes a node that has answered after `pause`.
+    fn has_answered(&self, node: NodeId, pause: Duration) {
+        self.list().answered.insert(node, (Instant::now(), pause));
+        self.remove(node);
     }
 
     /// Records which members are lost.
@@ -84,19 +97,46 @@ impl Peers {
         self.suspects.is_any.store(true, Ordering::Release);
         tracing::warn!(%node, "this node does not answer; its blocks are read from other nodes or from their origins");
         let (peers, timeout) = (Arc::downgrade(self), self.deadlines.request);
-        let mut pause = self.deadlines.redial;
+        let answered = list.answered.remove(&node).map(|(at, pause)| (at.elapsed(), pause));
+        let mut pause = first_pause(answered, self.deadlines.redial);
         while list.asking.try_join_next().is_some() {}
         list.asking.spawn(async move {
             loop {
                 sleep(pause).await;
-                pause = (pause * 2).min(SUSPECT_ASKED_INTERVAL_MAX);
                 let Some(peers) = peers.upgrade() else { return };
                 if peers.ask(node, AdministrationRequest::Status, timeout).await.is_ok() {
                     tracing::warn!(%node, "this node answers again");
-                    peers.suspects.remove(node);
+                    peers.suspects.has_answered(node, pause);
                     return;
                 }
+                pause = (pause * 2).min(SUSPECT_ASKED_INTERVAL_MAX);
             }
         });
+    }
+}
+
+/// Returns how long a new suspect is left alone before it is asked. `answered` says how long ago it answered last, and after what
+/// pause. A node whose drive hangs answers each time, and then fails the next read, so its pauses grow, too.
+fn first_pause(answered: Option<(Duration, Duration)>, shortest: Duration) -> Duration {
+    match answered {
+        Some((ago, pause)) if ago < SUSPECT_ASKED_INTERVAL_MAX => (pause * 2).min(SUSPECT_ASKED_INTERVAL_MAX),
+        _ => shortest,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_answers_and_fails_in_turns_is_asked_less_and_less_often() {
+        let shortest = Duration::from_secs(1);
+        let soon = Duration::from_millis(3);
+        let first = first_pause(None, shortest);
+        let pauses = std::iter::successors(Some(first), |&pause| Some(first_pause(Some((soon, pause)), shortest)));
+        let seconds: Vec<u64> = pauses.take(6).map(|pause| pause.as_secs()).collect();
+        assert_eq!(seconds, [1, 2, 4, 8, 8, 8]);
+        let later = SUSPECT_ASKED_INTERVAL_MAX;
+        assert_eq!(first_pause(Some((later, later)), shortest), shortest, "it has answered well for a while");
     }
 }
