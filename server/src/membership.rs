@@ -188,6 +188,11 @@ impl Membership {
         self.has_ended.send_replace(true);
     }
 
+    /// Returns whether the session has ended on this node.
+    pub(crate) fn has_ended(&self) -> bool {
+        *self.has_ended.borrow()
+    }
+
     /// Waits until the session has ended on this node.
     pub(crate) async fn ended(&self) {
         // This fails only once the sender is dropped, and `self` holds the sender.

@@ -45,8 +45,12 @@ impl Administration {
                 Ok(AdministrationReply::Done)
             }
             AdministrationRequest::End => {
-                let freed = self.membership.free_all().await;
-                let freed_bytes = freed.map_err(|error| Rejection::new(RejectionKind::Failed, error))?;
+                let freed_bytes = match self.membership.free_all().await {
+                    Ok(freed_bytes) => freed_bytes,
+                    // Another command has ended the session here, and that has freed everything.
+                    Err(_) if self.membership.has_ended() => 0,
+                    Err(error) => return Err(Rejection::new(RejectionKind::Failed, error)),
+                };
                 let (membership, delay) = (self.membership.clone(), self.last_answer);
                 // The session ends on a task of its own, because this answer has to go out first.
                 tokio::spawn(async move {
