@@ -107,10 +107,13 @@ fn a_drive_with_io_errors_loses_only_its_own_data() {
     const LEN: usize = 100_000;
     let cluster = ground(150, LEN).up(2);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    // With occasional errors, each chunk arrives when it is requested again.
+    // With occasional errors, each chunk arrives when it is requested again. strace counts the calls of each thread by itself, so by
+    // chance both requests for a chunk meet an error. Then the next read succeeds.
     let Some(tampering) = Tampering::with(cluster.pids()[&1], "sendfile:error=EIO:when=5+20") else { return };
     let failed = read_all(&cluster, 50, LEN);
-    assert!(failed.is_empty(), "{failed:?}");
+    assert!(failed.len() <= 2, "{failed:?}");
+    let view = cluster.view(0);
+    failed.iter().for_each(|(number, _)| read(&view, *number, LEN).unwrap());
     drop(tampering);
     // With permanent errors of this call alone, the copies are not bad, but cannot be sent. Reads of blocks on node 1 fail, and the
     // error says so.
