@@ -133,7 +133,7 @@
 //! let mut files = 0;
 //! while let NextUnits::Assigned(units) = ledger.assign_next(NodeId(0))? {
 //!     for report in worker.run(&units)? {
-//!         files += ledger.record(report).accepted.iter().map(|counts| counts.files).sum::<u64>();
+//!         files += ledger.record(report).accepted.iter().map(|(_, counts)| counts.files).sum::<u64>();
 //!     }
 //! }
 //! assert_eq!(files, 1);
