@@ -37,7 +37,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::NodeId;
+use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::STAGE_INS_MAX;
 use dayfly_meta::path::is_below;
 use dayfly_meta::wire::control::StageInRequest;
@@ -150,13 +150,23 @@ impl Coordinator {
         }
         Ok(match self.registry.report(number, node, report) {
             CoordinatorReply::Abort if !self.term.is_ready() => CoordinatorReply::Wait,
+            // An earlier coordinator has published it, and it has ended here already.
+            CoordinatorReply::Abort if self.is_published(number) => CoordinatorReply::Settle,
             reply => reply,
         })
     }
 
+    /// Returns whether a stage-in that is not running has become a dataset.
+    fn is_published(&self, number: u64) -> bool {
+        let dataset = u32::try_from(number).ok().and_then(|number| self.context.store.dataset(DatasetId(number)));
+        self.registry.get(number).is_none() && dataset.is_some()
+    }
+
     /// Returns the datasets of the session.
     pub(crate) fn list_datasets(&self) -> Result<Vec<ListedDataset>, SubscriptionError> {
-        if !self.term.is_ready() {
+        // A coordinator that has just heard that it was lost may show datasets that are gone.
+        let is_coordinator = self.context.peers.roster().coordinator() == self.context.node;
+        if !is_coordinator || !self.term.is_ready() {
             return Err(SubscriptionError::NotCoordinator);
         }
         let listed = |dataset: &Arc<Dataset>| ListedDataset {
