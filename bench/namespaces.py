@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Runs a command in a session whose servers run in network namespaces of one machine, joined by a bridge.
 
-usage: bench/namespaces.py [--nodes N] [--rate RATE] [--memory SIZE] [--capacity SIZE] DIR CMD...
+usage: bench/namespaces.py [--nodes N] [--rate RATE] [--memory SIZE] [--capacity SIZE] [--up OPTION]... [--outside] DIR CMD...
 
 Needs root and `dayfly` in PATH. DIR holds the runtime and data folders; its content is deleted first. CMD runs in the namespace of
 node 0 as a process of node 0. DAYFLY_ADDRESS_K is set to the address of node K, and DAYFLY_PID_K to the process id of its server.
---rate limits the traffic to node 0; RATE is written as for `tc`, for example 400mbit.
+--rate limits the traffic to node 0; RATE is written as for `tc`, for example 400mbit. --up=OPTION is passed to `dayfly up`.
+--outside runs CMD outside of all namespaces, so that it can take down the link of node K, vdfK, and read on any node.
 """
 
 import argparse, os, shutil, subprocess, sys
@@ -19,6 +20,8 @@ def ip(*arguments, check=True):
 
 def tear_down(nodes):
     for node in range(nodes):
+        # A connection to a node that is cut off keeps the namespace, and its link, for minutes after its process has ended.
+        ip("link", "del", f"vdf{node}", check=False)
         ip("netns", "del", f"df{node}", check=False)
     ip("link", "del", BRIDGE, check=False)
 
@@ -52,6 +55,8 @@ def main():
     parser.add_argument("--rate")
     parser.add_argument("--memory", default="256MiB")
     parser.add_argument("--capacity", default="16GiB")
+    parser.add_argument("--up", action="append", default=[])
+    parser.add_argument("--outside", action="store_true")
     parser.add_argument("dir")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -63,7 +68,7 @@ def main():
         ssh.write(SSH)
     environment = dict(os.environ, DAYFLY_RUNTIME_DIR=options.dir)
     hosts = ",".join(f"df{node}" for node in range(options.nodes))
-    up = ["dayfly", "up", "--foreground", "--hosts", hosts, "--memory", options.memory, "--capacity", options.capacity, "--data-dir", data]
+    up = ["dayfly", "up", "--foreground", "--hosts", hosts, "--memory", options.memory, "--capacity", options.capacity, "--data-dir", data, *options.up]
     session = None
     try:
         set_up(options.nodes, options.rate)
@@ -76,7 +81,8 @@ def main():
         environment.update(DAYFLY_SESSION=name, DAYFLY_NODE="0")
         environment.update({f"DAYFLY_ADDRESS_{node}": f"10.77.0.{node + 1}" for node in range(options.nodes)})
         environment.update({f"DAYFLY_PID_{node}": open(os.path.join(folder, f"node-{node}.lock")).read() for node in range(options.nodes)})
-        return subprocess.run(["ip", "netns", "exec", "df0", *options.command], env=environment).returncode
+        inside = [] if options.outside else ["ip", "netns", "exec", "df0"]
+        return subprocess.run([*inside, *options.command], env=environment).returncode
     finally:
         if session:
             session.terminate()

@@ -1,5 +1,6 @@
 //! Runs sessions of four nodes, with readers on all nodes that check every byte, and injects faults of every kind in an order that
-//! a seed determines. The test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected, and
+//! a seed determines: servers are killed, stand still and return, links fail, drives and the parallel file system return errors. The
+//! test fails on a wrong byte, on a wait beyond its deadline, on an error whose cause was not injected or that the docs rule out, and
 //! on anything that a run leaves behind.
 //!
 //! `DAYFLY_CHAOS_SEED=7` runs one seed, `DAYFLY_CHAOS_SEEDS=1..300` a range of seeds, and `DAYFLY_CHAOS_JOBS` sets how many run at
@@ -16,13 +17,23 @@ mod data;
 mod deadlines;
 #[path = "chaos/ending.rs"]
 mod ending;
+#[path = "chaos/faults.rs"]
+mod faults;
 mod harness;
 #[path = "chaos/inject.rs"]
 mod inject;
+#[path = "chaos/launch.rs"]
+mod launch;
 #[path = "chaos/leftovers.rs"]
 mod leftovers;
 #[path = "chaos/log.rs"]
 mod log;
+#[path = "chaos/network.rs"]
+mod network;
+#[path = "chaos/planted.rs"]
+mod planted;
+#[path = "chaos/promises.rs"]
+mod promises;
 #[path = "chaos/reader.rs"]
 mod reader;
 #[path = "chaos/readers.rs"]
@@ -33,6 +44,8 @@ mod run;
 mod schedule;
 #[path = "chaos/stage_ins.rs"]
 mod stage_ins;
+#[path = "chaos/starvation.rs"]
+mod starvation;
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -40,10 +53,12 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use schedule::Schedule;
+use schedule::{Place, Schedule};
 
 /// The seeds that CI runs.
 const SEEDS: Range<u64> = 1..21;
+/// This many characters of a failure stand in the last message.
+const FAILURE_CHARS: usize = 2000;
 /// The maximum number of seeds that run at once if `DAYFLY_CHAOS_JOBS` is not set, even on a machine with more cores.
 const JOBS_MAX: usize = 4;
 
@@ -73,6 +88,16 @@ fn seeds() -> Range<u64> {
 #[test]
 fn under_faults_every_read_is_right_or_fails_with_its_cause_and_nothing_hangs() {
     let seeds = seeds();
+    let may_skip = std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none();
+    assert!(harness::strace::is_possible() || may_skip, "strace is not installed, or may not trace");
+    // Soft-RoCE cards have no network namespaces.
+    let has_namespaces = launch::transport().is_none() && network::is_possible();
+    assert!(has_namespaces || may_skip, "network namespaces cannot be created here");
+    run_all(seeds, has_namespaces);
+}
+
+/// Runs the schedules of these seeds, a few at once, and fails if one of them fails.
+fn run_all(seeds: Range<u64>, has_namespaces: bool) {
     let jobs = std::env::var("DAYFLY_CHAOS_JOBS").ok().and_then(|jobs| jobs.parse().ok());
     let jobs = jobs.unwrap_or_else(|| std::thread::available_parallelism().map_or(1, usize::from).min(JOBS_MAX));
     let (next, failures) = (AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
@@ -81,22 +106,11 @@ fn under_faults_every_read_is_right_or_fails_with_its_cause_and_nothing_hangs() 
         for _ in 0..jobs {
             scope.spawn(|| {
                 while let Some(seed) = Some(next.fetch_add(1, Ordering::Relaxed)).filter(|seed| seeds.contains(seed)) {
-                    let start = Instant::now();
-                    let result = catch_unwind(AssertUnwindSafe(|| run::run(seed))).unwrap_or_else(|panic| {
-                        let owned = panic.downcast_ref::<String>().cloned();
-                        let message = owned.or(panic.downcast_ref::<&str>().map(|&message| message.to_owned()));
-                        Err(format!("PANIC: {}", message.unwrap_or_default()))
-                    });
-                    let took = start.elapsed().as_secs_f64();
-                    match result {
-                        Ok(tally) => eprintln!(
-                            "seed {seed}: {} operations, {} explained errors, {} calls injected, {} faults skipped, {took:.1} s",
-                            tally.operations, tally.errors, tally.injected, tally.skipped
-                        ),
-                        Err(failure) => {
-                            eprintln!("{}  DAYFLY_CHAOS_SEED={seed} FAILED after {took:.1} s: {failure}", Schedule::new(seed));
-                            failures.lock().unwrap().push(seed);
-                        }
+                    let schedule = Schedule::new(seed);
+                    if schedule.place == Place::Namespaces && !has_namespaces {
+                        eprintln!("seed {seed} is SKIPPED, because network namespaces cannot be created here");
+                    } else if let Err(failure) = play(schedule) {
+                        failures.lock().unwrap().push(format!("seed {seed}: {failure:.FAILURE_CHARS$}"));
                     }
                 }
             });
@@ -104,5 +118,30 @@ fn under_faults_every_read_is_right_or_fails_with_its_cause_and_nothing_hangs() 
     });
     let failed = failures.into_inner().unwrap();
     eprintln!("{} seeds in {:.0} s, {} failed", seeds.end - seeds.start, begin.elapsed().as_secs_f64(), failed.len());
-    assert!(failed.is_empty(), "these seeds failed, see above: {failed:?}");
+    assert!(failed.is_empty(), "these seeds failed, see above:\n{}", failed.join("\n"));
+}
+
+/// Runs one schedule, and prints what happened.
+fn play(schedule: Schedule) -> Result<(), String> {
+    let (start, seed, place, text) = (Instant::now(), schedule.seed, schedule.place, schedule.to_string());
+    let result = catch_unwind(AssertUnwindSafe(|| run::run(schedule, None))).unwrap_or_else(|panic| {
+        let owned = panic.downcast_ref::<String>().cloned();
+        let message = owned.or(panic.downcast_ref::<&str>().map(|&message| message.to_owned()));
+        Err(format!("PANIC: {}", message.unwrap_or_default()))
+    });
+    let took = start.elapsed().as_secs_f64();
+    match &result {
+        Ok(tally) => eprintln!(
+            "seed {seed} ({place:?}): {} operations, {} epochs, {} explained errors, {} calls injected, {} faults skipped, servers \
+             starved {} times, {took:.1} s",
+            tally.operations,
+            tally.epochs.iter().sum::<u32>(),
+            tally.errors,
+            tally.injected,
+            tally.skipped,
+            tally.starved,
+        ),
+        Err(failure) => eprintln!("{text}  DAYFLY_CHAOS_SEED={seed} ({place:?}) FAILED after {took:.1} s: {failure}"),
+    }
+    result.map(drop)
 }

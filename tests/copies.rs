@@ -6,10 +6,12 @@ mod harness;
 
 use std::fs;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_meta::wire::control::{Copies, Summary};
+use dayfly_meta::wire::control::{Command, Copies, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::decode_sealed;
 use dayfly_meta::wire::peer::{ReadRequest, Request};
 use dayfly_transport::fault::Fault;
@@ -45,9 +47,14 @@ fn source(session: &Inside, lens: &[usize], ending: Option<&str>) -> PathBuf {
 }
 
 fn read_all(session: &Inside, node: u16, lens: &[usize]) {
+    read_all_at(session, node, lens, path);
+}
+
+fn read_all_at(session: &Inside, node: u16, lens: &[usize], path: impl Fn(usize) -> Vec<u8>) {
     let view = session.view(node);
     for (number, &len) in lens.iter().enumerate() {
-        let file = view.open(&path(number)).unwrap();
+        let path = path(number);
+        let file = view.open(&path).unwrap_or_else(|error| panic!("{}: {error:?}", path.escape_ascii()));
         let mut bytes = vec![0; len];
         view.read_at(&file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number} on node {node}: {error}"));
         assert!(bytes == content(number, len), "file {number} on node {node}");
@@ -150,6 +157,100 @@ fn a_stage_in_whose_copies_fail_leaves_nothing_behind() {
     wait_until("the space is free again", || session.status().iter().all(|node| node.used_bytes == 0));
     session.stage(&tree).unwrap();
     read_all(&session, 1, &lens);
+}
+
+/// Stages sources in, and lets a node other than node 0 die at the first request to it for which `is_time` holds. Returns the node,
+/// and the events of the stage-in.
+fn stage_while_a_node_dies(
+    session: &mut Inside,
+    sources: &[PathBuf],
+    copies: Copies,
+    is_time: impl Fn(NodeId, &ReadRequest) -> bool + Send + Sync + 'static,
+) -> (NodeId, Vec<Event>) {
+    let dead = Arc::<OnceLock<NodeId>>::default();
+    let dying = dead.clone();
+    session.inject(move |seen| match decode_sealed::<Request>(seen.message) {
+        Ok(Request::Read(request)) if seen.peer != NodeId(0) && is_time(seen.peer, &request) => {
+            (*dying.get_or_init(|| seen.peer) == seen.peer).then_some(Fault::Kill)
+        }
+        _ => None,
+    });
+    let request = StageInRequest {
+        sources: sources.iter().map(|source| source.as_os_str().as_encoded_bytes().to_vec()).collect(),
+        target: b"d".to_vec(),
+        selection: Selection::default(),
+        seed: 1,
+        replace: false,
+        max_rate: None,
+        require_fit: false,
+        copies,
+    };
+    let view = session.view(0);
+    let staging = std::thread::spawn(move || {
+        let mut events = Vec::new();
+        let end = view.session().control(Command::StageIn(request), &mut |event| events.push(event));
+        (end, events)
+    });
+    wait_until("a node is dead", || dead.get().is_some());
+    // The supervisor waits for a node to dial again.
+    std::thread::sleep(Deadlines::DEFAULT.reconnect);
+    let dead = *dead.get().unwrap();
+    session.announce(dead.0, true);
+    let (end, events) = staging.join().unwrap();
+    end.unwrap_or_else(|error| panic!("{error} after {events:?}"));
+    (dead, events)
+}
+
+fn begins_again(events: &[Event]) -> bool {
+    events.iter().any(|event| matches!(event, Event::Restarted { .. }))
+}
+
+/// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built."
+#[test]
+fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read() {
+    let lens: Vec<usize> = (0..640).map(|number| number * 371 % 60_000).collect();
+    for is_packed in [false, true] {
+        let mut session = Inside::new(4, false);
+        // All nodes read some of many small sources.
+        let tree = session.write(&lens);
+        let names = |number: usize| (tree.join(number.to_string()), session.work.path().join(format!("part{}", number % 32)));
+        let sources = (0..32).map(|part| {
+            let folder = names(part).1;
+            fs::create_dir(&folder).unwrap();
+            (part..lens.len())
+                .step_by(32)
+                .for_each(|number| fs::rename(names(number).0, folder.join(number.to_string())).unwrap());
+            let archive = folder.with_extension("tar");
+            pack(&archive, &folder, &[]);
+            if is_packed { archive } else { folder }
+        });
+        let sources: Vec<PathBuf> = sources.collect();
+        let is_reading_a_run = |_, request: &ReadRequest| matches!(request, ReadRequest::Run { .. });
+        let (dead, events) = stage_while_a_node_dies(&mut session, &sources, Copies::default(), is_reading_a_run);
+        assert!(begins_again(&events), "{events:?}");
+        let in_folder = |number| format!("/dayfly/d/part{}/{number}", number % 32).into_bytes();
+        let path = if is_packed { path } else { in_folder };
+        (0..4).filter(|&node| NodeId(node) != dead).for_each(|node| read_all_at(&session, node, &lens, path));
+    }
+}
+
+/// SEMANTICS: "If a node is lost before its samples of compressed archives have been copied, the stage-in begins again. Otherwise it
+/// goes on, and the summary says how many bytes of copies are missing; they are made again."
+#[test]
+fn an_owner_that_is_lost_before_its_blocks_were_copied_costs_no_sample() {
+    let lens: Vec<usize> = (0..300).map(|number| number * 371 % 60_000).chain([(4 << 20) + 1]).collect();
+    for ending in [None, Some("tar.gz")] {
+        let mut session = Inside::with_config(4, |config| config.recovery_rate = 1 << 30);
+        let source = source(&session, &lens, ending);
+        // Node 2 dies as soon as another node wants to copy its blocks.
+        let is_copying = |node, request: &ReadRequest| node == NodeId(2) && matches!(request, ReadRequest::Chunks { .. });
+        let (_, events) = stage_while_a_node_dies(&mut session, &[source], Copies::Number(2), is_copying);
+        let Some(Event::StagedIn(summary)) = events.last() else { panic!("{events:?}") };
+        assert_eq!((begins_again(&events), summary.uncopied_bytes == 0), (ending.is_some(), ending.is_some()), "{ending:?}");
+        let left = [0, 1, 3];
+        left.into_iter().for_each(|node| read_all(&session, node, &lens));
+        wait_until("all copies are made", || places(&session, &left).iter().all(|&places| places >= 2));
+    }
 }
 
 /// SEMANTICS: "`--copies N` fails before it reads if not all copies fit, or if there are fewer than N nodes. `--copies auto` means two

@@ -108,8 +108,9 @@ fn read_all(cluster: &Cluster, node: &str) -> (usize, usize) {
 /// SEMANTICS: "If a block cannot be fetched within the deadline, the read fails with `EIO` and the
 /// message names the node. The deadline is 5 s after the last progress; a node that has died is
 /// reported at once."
-/// SEMANTICS: "Samples of compressed tars and of archives within archives that a lost node owned cannot be read until the node
-/// returns, unless the reader's own node has cached them: such reads fail with `EIO`."
+/// SEMANTICS: "Samples of archives within archives that a lost node owned cannot be read until the node returns, unless the reader's
+/// own node has cached them: such reads fail with `EIO`."
+/// SEMANTICS: "With `--recovery-timeout 0` they fail at once."
 #[test]
 fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
     for delay_ms in [0, 30] {

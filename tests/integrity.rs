@@ -16,6 +16,7 @@ use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{CHUNK_LEN, RECHECKED_CHUNKS_MAX};
+use dayfly_meta::wire::control::Copies;
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::peer::{NodeStageInRequest, OfferRequest, ReadRequest, Request};
 use dayfly_meta::wire::status::Hop;
@@ -372,6 +373,22 @@ fn a_visible_dataset_can_be_read_before_it_is_visible_on_its_owners() {
         assert!(session.view(2).session().datasets().unwrap().is_empty(), "it is not visible on node 2 yet");
     }
     staging.join().unwrap().unwrap();
+}
+
+/// SEMANTICS: "A node that answers, but does not know the dataset (yet, or any longer), is treated like one that does not answer."
+#[test]
+fn a_dataset_can_be_read_although_an_owner_does_not_know_it() {
+    for copies in [Copies::Number(1), Copies::Number(2)] {
+        let mut session = Inside::new(3, false);
+        session.copies = copies;
+        session.stage(&session.write(&LENS)).unwrap();
+        let view = session.view(1);
+        session.forget_all(2);
+        for (number, &len) in LENS.iter().enumerate() {
+            let bytes = read(&view, number).unwrap_or_else(|reason| panic!("file {number}, {copies:?}: {reason}"));
+            assert!(bytes == content(number, len), "file {number}, {copies:?}");
+        }
+    }
 }
 
 /// SEMANTICS: "A dataset is replaced node by node: on a node where the old dataset is still visible, all of it can be read."

@@ -108,6 +108,24 @@ fn the_files_of_a_session_are_private_whatever_the_umask() {
 }
 
 #[test]
+fn a_low_limit_of_open_files_is_reported_at_the_start() {
+    let ground = Ground::new();
+    let mut limited = Command::new("sh");
+    limited.args(["-c", "ulimit -n 64; exec \"$0\" up --local 8", env!("CARGO_BIN_EXE_dayfly")]);
+    for (name, value) in ground.dayfly().get_envs() {
+        match value {
+            Some(value) => limited.env(name, value),
+            None => limited.env_remove(name),
+        };
+    }
+    let output = harness::output_of(&mut limited);
+    let message = text(&output.stderr);
+    assert!(output.status.code() == Some(1) && message.contains("no session: node "), "{message}");
+    assert!(message.contains("only 64 files open") && message.contains("'ulimit -n'"), "{message}");
+    ground.assert_clean();
+}
+
+#[test]
 fn a_server_that_fails_to_start_reports_why() {
     let hosts = Hosts::new();
     let output = harness::output_of(&mut hosts.command(&["up", "--hosts", "h1,h2", "--data-dir", "/no/such/dir"]));
@@ -123,23 +141,25 @@ fn a_server_that_fails_to_start_reports_why() {
 /// behind: if the supervisor is killed, has exited or is cut off for 30 s, its servers exit."
 #[test]
 fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
-    let cluster = Ground::new().up_with(2, &["--deadlines-divisor", "5"]);
-    let lease = Deadlines::DEFAULT.scaled(5).lease;
-    let (supervisor, servers) = (cluster.location().supervisor().unwrap(), cluster.pids());
-    // The session of a job that is suspended for longer than a lease continues.
-    let all: Vec<i32> = servers.values().copied().chain([supervisor]).collect();
-    all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
-    std::thread::sleep(lease + Duration::from_secs(2));
-    all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
-    std::thread::sleep(Duration::from_secs(2));
-    assert_eq!(cluster.pids(), servers);
-    // A session ends if only its supervisor is silent, as if the supervisor's machine were gone.
-    signal(supervisor, Signal::SIGSTOP);
-    let start = Instant::now();
-    wait_until("the servers have ended", || cluster.pids().is_empty());
-    assert!(start.elapsed() < lease + Duration::from_secs(3), "{:?}", start.elapsed());
-    signal(supervisor, Signal::SIGCONT);
-    cluster.wait_until_clean("the supervisor has cleaned up");
+    for tree in [&[][..], &["--lease-tree-width", "1"]] {
+        let cluster = Ground::new().up_with(2, &[&["--deadlines-divisor", "5"][..], tree].concat());
+        let lease = Deadlines::DEFAULT.scaled(5).lease;
+        let (supervisor, servers) = (cluster.location().supervisor().unwrap(), cluster.pids());
+        // The session of a job that is suspended for longer than a lease continues.
+        let all: Vec<i32> = servers.values().copied().chain([supervisor]).collect();
+        all.iter().for_each(|&pid| signal(pid, Signal::SIGSTOP));
+        std::thread::sleep(lease + Duration::from_secs(2));
+        all.iter().for_each(|&pid| signal(pid, Signal::SIGCONT));
+        std::thread::sleep(Duration::from_secs(2));
+        assert_eq!(cluster.pids(), servers);
+        // A session ends if only its supervisor is silent, as if the supervisor's machine were gone.
+        signal(supervisor, Signal::SIGSTOP);
+        let start = Instant::now();
+        wait_until("the servers have ended", || cluster.pids().is_empty());
+        assert!(start.elapsed() < lease + Duration::from_secs(3), "{:?}", start.elapsed());
+        signal(supervisor, Signal::SIGCONT);
+        cluster.wait_until_clean("the supervisor has cleaned up");
+    }
 }
 
 #[test]

@@ -105,8 +105,7 @@ fn each_manager_is_used_through_its_own_commands_and_variables() {
     ] {
         let ground = Ground::new();
         fs::create_dir(ground.at("bin")).unwrap();
-        fs::write(ground.at("bin").join(program), format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(ground.at("bin").join(program), fs::Permissions::from_mode(0o755)).unwrap();
+        harness::write_program(&ground.at("bin").join(program), &format!("#!/bin/sh\n{script}\n"));
         fs::write(ground.at("nodes"), format!("{name}\n{name}\n")).unwrap();
         let dayfly = |arguments: &[&str]| {
             let mut command = ground.dayfly();

@@ -377,6 +377,32 @@ fn idle_batches_of_one_process_leave_room_for_others() {
     cluster.down();
 }
 
+/// SEMANTICS: "A batch that would make its process lease more than a quarter keeps copies, so a program may keep as many finished
+/// batches as its memory holds."
+#[test]
+fn a_process_that_keeps_its_batches_can_go_on_reading() {
+    let lens: Vec<usize> = (0..60).map(|_| 4_000_000).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    cluster.ok(&["tune", "--cache", "off"]);
+    let view = cluster.view(0);
+    let far = numbers(&view, lens.len(), false);
+    assert!(far.iter().map(|&number| lens[number] as u64).sum::<u64>() > 2 * ARENA_LEN_MIN);
+    let start = Instant::now();
+    let keep = |&number: &usize| {
+        let mut batch = view.read_many(&[&path(number)], Delivery::InOrder, OnMissing::Fail).unwrap();
+        batch.wait().unwrap();
+        batch
+    };
+    let kept: Vec<_> = far.iter().map(keep).collect();
+    assert!(start.elapsed() < Deadlines::DEFAULT.arena, "{:?}", start.elapsed());
+    for (batch, &number) in kept.iter().zip(&far) {
+        assert!(batch.is_good() && batch.get(0) == Some(&content(number, lens[number])[..]), "file {number}");
+    }
+    drop(kept);
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
 /// SEMANTICS: "A request that has waited for room for 0.5 s makes the server ask all lease holders to release theirs. A batch
 /// that is asked releases its leases at its next call and keeps copies. Processes that make no call for 5 s after that lose their
 /// leases, the largest holder first."

@@ -20,14 +20,21 @@ fn len(number: usize) -> usize {
     number * 37 % 50_000
 }
 
+/// Renews leases along a tree in which node 0 passes them on to node 1, node 1 to node 2, and so on.
+const ALONG_A_TREE: [&str; 4] = [QUICK[0], QUICK[1], "--lease-tree-width", "1"];
+
 /// Starts four nodes, and makes a tar that they can stage in.
 fn session() -> Cluster {
+    session_with(&QUICK)
+}
+
+fn session_with(options: &[&str]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
     (0..FILES).for_each(|number| fs::write(ground.at(format!("tree/{number}")), content(number, len(number))).unwrap());
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
     pack(&ground.at("a.tar.gz"), &ground.at("tree"), &[]);
-    ground.up_with(4, &QUICK)
+    ground.up_with(4, options)
 }
 
 /// Reads all files of a dataset on a node.
@@ -64,7 +71,7 @@ fn origin_reads(cluster: &Cluster) -> u64 {
 fn slow_stage_in(cluster: &Cluster, source: &str, node: u16, target: &str) -> Child {
     let source = cluster.at(source);
     let mut command = cluster.dayfly();
-    command.args(["stage-in", "--max-rate", "6M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+    command.args(["stage-in", "--max-rate", "1M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
     command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
 }
 
@@ -82,25 +89,43 @@ fn finished(stage_in: Child) -> String {
 /// the supervisor and has not dialed again within 2 s. `status` says which nodes are lost, and for how long."
 #[test]
 fn a_server_that_stood_still_returns_with_its_blocks() {
-    let cluster = session();
-    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
-    let pid = cluster.pids()[&3];
-    signal(pid, Signal::SIGSTOP);
-    wait_until("node 3 is lost", || is_lost(&cluster, 0, 3));
-    (0..3).for_each(|node| read_all(&cluster, node, "d"));
-    assert!(origin_reads_of_live(&cluster) > 0, "other nodes have read its blocks from the source");
-    signal(pid, Signal::SIGCONT);
-    wait_until("node 3 is a member again", || !is_lost(&cluster, 0, 3) && !is_lost(&cluster, 3, 3));
-    let before = origin_reads(&cluster);
-    (0..4).for_each(|node| read_all(&cluster, node, "d"));
-    assert_eq!(origin_reads(&cluster), before);
-    cluster.down();
+    for (options, stopped, others) in [(&QUICK[..], 3, [0, 1, 2]), (&ALONG_A_TREE, 0, [1, 2, 3]), (&ALONG_A_TREE, 1, [0, 2, 3])] {
+        let cluster = session_with(options);
+        cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+        let (pid, asked) = (cluster.pids()[&stopped], others[0]);
+        signal(pid, Signal::SIGSTOP);
+        wait_until("it is lost", || is_lost(&cluster, asked, stopped));
+        others.iter().for_each(|&node| read_all(&cluster, node, "d"));
+        assert!(others.iter().all(|&node| !is_lost(&cluster, asked, node)), "only the server that stood still is lost");
+        assert!(origin_reads_of_live(&cluster, asked) > 0, "other nodes have read its blocks from the source");
+        signal(pid, Signal::SIGCONT);
+        wait_until("it is a member again", || !is_lost(&cluster, asked, stopped) && !is_lost(&cluster, stopped, stopped));
+        let before = origin_reads(&cluster);
+        (0..4).for_each(|node| read_all(&cluster, node, "d"));
+        assert_eq!(origin_reads(&cluster), before);
+        cluster.down();
+    }
 }
 
-fn origin_reads_of_live(cluster: &Cluster) -> u64 {
-    let status = status(cluster, 0);
+fn origin_reads_of_live(cluster: &Cluster, asked: u16) -> u64 {
+    let status = status(cluster, asked);
     let reads = |node: &serde_json::Value| node["origins"]["reads"].as_u64().unwrap_or(0);
     status["nodes"].as_array().unwrap().iter().map(reads).sum()
+}
+
+#[test]
+fn commands_succeed_while_a_member_is_lost() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    cluster.kill(3);
+    wait_until("node 3 is lost", || is_lost(&cluster, 0, 3));
+    for words in [&["status"][..], &["du", "/dayfly/d"], &["ls", "/dayfly/d"], &["tune"], &["metrics"], &["verify"]] {
+        cluster.ok(words);
+    }
+    let rows = cluster.ok(&["df"]);
+    let names: Vec<Vec<&str>> = rows.lines().map(|line| line.split_whitespace().take(2).collect()).collect();
+    assert_eq!((names.len(), &names[4][..]), (6, &["3", "lost"][..]), "{rows}");
+    cluster.down();
 }
 
 /// SEMANTICS: "A server that returns shows the datasets that were staged in meanwhile, and no longer those that were replaced."
@@ -138,6 +163,7 @@ fn a_stage_in_goes_on_when_a_server_is_lost() {
         cluster.kill(3);
         let messages = finished(stage_in);
         assert!(messages.contains("node 3 was lost; the stage-in goes on without it"), "{messages}");
+        assert!(messages.contains("found no room, or lay on lost nodes"), "{messages}");
         assert!(!messages.contains("begins again"), "{messages}");
         (0..3).for_each(|node| read_all(&cluster, node, "d"));
         assert_eq!(samples(&cluster), FILES as u64);

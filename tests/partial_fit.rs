@@ -282,7 +282,9 @@ fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_sto
     let file = cluster.at("a.tar");
     for errno in ["EIO", "ESTALE"] {
         let fault = format!("error={errno}");
-        let inject = |pid: &i32| Tracer::inject_at(&file, *pid, &[("pread64", &fault)], cluster.work.path()).unwrap();
+        let inject = |pid: &i32| {
+            Tracer::inject_at(std::slice::from_ref(&file), *pid, &[("pread64", &fault)], cluster.work.path()).unwrap()
+        };
         let mut tracers: Vec<Tracer> = cluster.pids().values().map(inject).collect();
         let words = if errno == "EIO" { "Input/output error" } else { "Stale file handle" };
         for (number, view) in fresh.iter().zip(views.iter().cycle()).take(6) {

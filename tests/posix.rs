@@ -472,7 +472,8 @@ fn library() -> PathBuf {
 }
 
 /// SEMANTICS: "C programs may include client/preload/include/dayfly.h and link the library. The library has functions to attach, to
-/// open, read, stat and list, to read many files at once, and to use views and orders."
+/// open, read, stat and list, to read many files at once, by paths or by numbers, and to use views and orders. `dayfly_error` says
+/// why a call of the thread failed."
 #[test]
 fn the_c_interface_reads_a_staged_in_dataset() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
@@ -482,8 +483,14 @@ fn the_c_interface_reads_a_staged_in_dataset() {
     let program = compile(&twin.cluster, "interface.c", &[&include, "-Wextra", "-std=c99", library.to_str().unwrap(), &rpath]);
     for node in 0..2 {
         let found = output_of(twin.exec_command(node).arg(&program).arg(&twin.root));
-        let expected = "stat 0 300001\nsize 300001\nread 300000\nend 0\nmissing 1 No such file or directory\nfailed 1\n\
-                        sub/f1 3000\nsub/f2 6000\nmissing -2\nbig 300001\ncut 1 0\nsame 1\nlist 7 after 3\nepoch 0 0 local 0 same 1 some 1\n";
+        let prefix = twin.root.display();
+        let expected = format!(
+            "stat 0 300001\nsize 300001\nread 300000\nend 0\nmissing 1 No such file or directory; '/nowhere': it is not in the \
+             namespace, which is at '{prefix}'\nfailed 1\nsub/f1 3000\nsub/f2 6000\nmissing -2\nbig 300001\ncut 1 0\nsame 1\n\
+             early -1 1 1\nget 0 0 3000 0 \nget 1 0 6000 0 \nget 2 0 0 2 '{prefix}/missing': no such file or directory\n\
+             get 3 0 300001 0 \nget 4 -1 0 2 the batch has no such file\n\
+             ids 0 look 0 own 1 here 1 small -1 1 1 all 0 right 1 order 1\nunknown 1 0 1 -1 -1 -1 -1 1\nlist 7 after 3\nepoch 0 0 local 0 same 1 some 1\n"
+        );
         assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
     }
     twin.cluster.down();

@@ -154,6 +154,7 @@ fn a_batch_is_delivered_in_the_order_requested_or_as_samples_arrive() {
     let paths: Vec<&[u8]> = paths.iter().map(Vec::as_slice).collect();
     for delivery in [Delivery::InOrder, Delivery::AsAvailable] {
         let mut batch = view.read_many(&paths, delivery, OnMissing::Fail).unwrap();
+        assert!((0..wanted.len()).all(|index| batch.get(index).is_none()), "nothing was delivered, or verified, yet");
         let mut seen = Vec::new();
         while let Some(delivered) = batch.next() {
             let delivered = delivered.unwrap();
@@ -179,6 +180,79 @@ fn a_batch_is_delivered_in_the_order_requested_or_as_samples_arrive() {
     // Without buffers only the sizes are returned; file 0 is empty.
     let sizes = view.read_many_into(&[&path(0), &path(5)], &mut [], OnMissing::Fail).unwrap();
     assert_eq!(sizes.into_iter().map(Result::unwrap).collect::<Vec<_>>(), [0, lens[5] as u64]);
+    assert_accounts_are_settled(&cluster);
+    cluster.down();
+}
+
+/// Reads samples into buffers, and checks all bytes.
+fn check_into_buffers(view: &View, numbers: &[usize], lens: &[usize]) {
+    let samples: Vec<SampleId> = numbers.iter().map(|&number| view.open(&path(number)).unwrap().sample()).collect();
+    let mut room: Vec<Vec<u8>> = numbers.iter().map(|&number| vec![1; lens[number]]).collect();
+    let mut buffers: Vec<&mut [u8]> = room.iter_mut().map(Vec::as_mut_slice).collect();
+    let sizes = view.session().read_many_into(&dataset(view), &samples, &mut buffers, OnMissing::Fail).unwrap();
+    for ((&number, size), bytes) in numbers.iter().zip(sizes).zip(room) {
+        assert!(size.unwrap() == lens[number] as u64 && bytes == content(number, lens[number]), "{number}");
+    }
+}
+
+/// SEMANTICS: "`read_many_into` in Rust, and `dayfly_read_many` and `dayfly_read_many_ids` in C, copy samples that
+/// lie on the node or in the arena straight into the caller's buffers, without a message and without a
+/// lease. If a sample makes way while it is copied, it is read again."
+#[test]
+fn samples_of_this_node_are_read_into_buffers_while_the_server_answers_nobody() {
+    let lens: Vec<usize> = (0..120).map(|number| number * 911).chain([5 << 20; 4]).collect();
+    for options in [&[][..], &["--verify-reads"]] {
+        let cluster = session(2, options, &lens);
+        cluster.ok(&["tune", "--cache", "off"]);
+        let view = cluster.view(0);
+        let here = numbers(&view, lens.len(), true);
+        // One sample of the other node comes into the arena.
+        let far = numbers(&view, lens.len(), false).into_iter().find(|&number| (1..120).contains(&number)).unwrap();
+        check_into_buffers(&view, &[far], &lens);
+        let asked = |at: &str| count(&node(&cluster, 0)["reads"][at]["count"]);
+        let before = asked("asked");
+        harness::signal(cluster.pids()[&0], nix::sys::signal::Signal::SIGSTOP);
+        let start = Instant::now();
+        for _ in 0..3 {
+            check_into_buffers(&view, &here.iter().copied().chain([far]).collect::<Vec<_>>(), &lens);
+        }
+        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+        harness::signal(cluster.pids()[&0], nix::sys::signal::Signal::SIGCONT);
+        assert_eq!(asked("asked"), before);
+        assert_accounts_are_settled(&cluster);
+        cluster.down();
+    }
+}
+
+/// SEMANTICS: "`read_many_into` in Rust, and `dayfly_read_many` and `dayfly_read_many_ids` in C, copy samples that
+/// lie on the node or in the arena straight into the caller's buffers, without a message and without a
+/// lease. If a sample makes way while it is copied, it is read again."
+#[test]
+fn samples_that_make_way_while_they_are_copied_are_read_again() {
+    let lens: Vec<usize> = (0..150).map(|number| 2000 + number * 997).collect();
+    let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
+    let all: Vec<usize> = (0..lens.len()).collect();
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                let view = cluster.view(0);
+                while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                    check_into_buffers(&view, &all, &lens);
+                }
+            });
+        }
+        let view = cluster.view(0);
+        for _ in 0..4 {
+            cluster.ok(&["tune", "--cache", "all"]);
+            let deadline = Instant::now() + Duration::from_secs(8);
+            while !numbers(&view, lens.len(), false).is_empty() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            cluster.ok(&["tune", "--cache", "off"]);
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
     assert_accounts_are_settled(&cluster);
     cluster.down();
 }

@@ -49,6 +49,7 @@ fn arrows_between_crates_run_one_way() {
         ("dayfly-launch", BTreeSet::from(["dayfly-meta", "dayfly-server", "dayfly-client"])),
         ("dayfly-client", BTreeSet::from(["dayfly-meta"])),
         ("dayfly-preload", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
+        ("dayfly-python", BTreeSet::from(["dayfly-meta", "dayfly-client"])),
         ("dayfly-bench", BTreeSet::from(["dayfly-meta", "dayfly-client", "dayfly-stagein"])),
         // The dependency on dayfly-preload makes Cargo build that library next to the program. The program does not use the
         // library's code.
@@ -120,6 +121,12 @@ fn unsafe_code_is_where_the_design_says() {
         "client/src/segment_map.rs",
         "client/src/socket.rs",
         "client/src/thread_number.rs",
+        // The boundary with Python: memory of its objects, and exports of ours.
+        "client/python/src/array.rs",
+        "client/python/src/dlpack.rs",
+        "client/python/src/fork.rs",
+        "client/python/src/memory.rs",
+        "client/python/src/view.rs",
         // The boundary with C: pointers, calls of the next library, and the tables that outlive a fork.
         "client/preload/src/api.rs",
         "client/preload/src/atfork.rs",

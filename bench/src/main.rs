@@ -2,6 +2,7 @@
 //! side by side in one run.
 
 mod catalog;
+mod epochs;
 mod make;
 mod measure;
 mod pfs;
@@ -27,6 +28,7 @@ struct Arguments {
 enum What {
     Catalog(catalog::Catalog),
     Read(read::Read),
+    Epochs(epochs::Epochs),
     Stream(stream::Stream),
     Prefetch(prefetch::Prefetch),
     Make(make::Make),
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
     let done = match Arguments::parse().what {
         What::Catalog(arguments) => catalog::run(&arguments),
         What::Read(arguments) => read::run(&arguments),
+        What::Epochs(arguments) => epochs::run(&arguments),
         What::Stream(arguments) => stream::run(&arguments),
         What::Prefetch(arguments) => prefetch::run(&arguments),
         What::Make(arguments) => make::run(&arguments),

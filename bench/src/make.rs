@@ -16,6 +16,16 @@ pub(crate) struct Make {
     /// Number of samples
     #[arg(long, default_value_t = 100_000)]
     samples: u64,
+    #[command(flatten)]
+    sizes: Sizes,
+    /// Instead of a tree, write this number of tars with empty samples, to measure what names cost
+    #[arg(long, value_name = "N", conflicts_with_all = ["mean_size", "log_normal"])]
+    empty_in_tars: Option<u64>,
+}
+
+/// The sizes of samples. Together with a sample's number, they determine its content.
+#[derive(Args, Clone, Copy)]
+pub(crate) struct Sizes {
     /// Mean size in bytes; sizes vary from half to one and a half times that
     #[arg(long, default_value_t = 3000)]
     mean_size: u64,
@@ -23,9 +33,53 @@ pub(crate) struct Make {
     /// logarithm
     #[arg(long, value_name = "SIGMA")]
     log_normal: Option<f64>,
-    /// Instead of a tree, write this number of tars with empty samples, to measure what names cost
-    #[arg(long, value_name = "N", conflicts_with_all = ["mean_size", "log_normal"])]
-    empty_in_tars: Option<u64>,
+}
+
+impl Sizes {
+    /// Returns the content of all samples, in the order of their numbers, without end.
+    pub(crate) fn contents(self) -> impl Iterator<Item = Content> {
+        let mut numbers = Numbers(3);
+        std::iter::repeat_with(move || {
+            let size = match self.log_normal {
+                None => (self.mean_size / 2 + numbers.next() % (self.mean_size + 1)) as usize,
+                Some(sigma) => {
+                    // The sum of twelve uniform numbers is nearly normal.
+                    let normal = (0..12).map(|_| (numbers.next() >> 11) as f64 / (1_u64 << 53) as f64).sum::<f64>() - 6.0;
+                    (self.mean_size as f64 * (sigma * normal - sigma * sigma / 2.0).exp()) as usize
+                }
+            };
+            let content = Content { size, numbers: numbers.clone() };
+            numbers.skip(size.div_ceil(NUMBER_LEN) as u64);
+            content
+        })
+    }
+}
+
+/// Bytes of a random number in a sample.
+const NUMBER_LEN: usize = size_of::<u64>();
+
+/// The content of a sample, which is computed again whenever it is needed.
+#[derive(Clone)]
+pub(crate) struct Content {
+    size: usize,
+    /// The generator as it was before the first byte.
+    numbers: Numbers,
+}
+
+impl Content {
+    fn bytes(&self) -> Vec<u8> {
+        let mut numbers = self.numbers.clone();
+        let mut bytes: Vec<u8> = (0..self.size.div_ceil(NUMBER_LEN)).flat_map(|_| numbers.next().to_le_bytes()).collect();
+        bytes.truncate(self.size);
+        bytes
+    }
+
+    /// Returns whether these are the sample's bytes: all of them, and no others.
+    pub(crate) fn is(&self, bytes: &[u8]) -> bool {
+        let mut numbers = self.numbers.clone();
+        bytes.len() == self.size
+            && bytes.chunks(NUMBER_LEN).all(|chunk| numbers.next().to_le_bytes().get(..chunk.len()) == Some(chunk))
+    }
 }
 
 pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
@@ -33,26 +87,12 @@ pub(crate) fn run(arguments: &Make) -> Result<(), Failure> {
     if let Some(tars) = arguments.empty_in_tars {
         return make_tars(arguments, tars.max(1));
     }
-    let mut numbers = Numbers(3);
-    let mut content = Vec::new();
-    for number in 0..arguments.samples {
+    for (number, content) in (0..arguments.samples).zip(arguments.sizes.contents()) {
         let folder = arguments.folder.join(format!("class-{:03}", number % 1000));
         if number < 1000 {
             fs::create_dir(&folder)?;
         }
-        let size = match arguments.log_normal {
-            None => (arguments.mean_size / 2 + numbers.next() % (arguments.mean_size + 1)) as usize,
-            Some(sigma) => {
-                // The sum of twelve uniform numbers is nearly normal.
-                let normal = (0..12).map(|_| (numbers.next() >> 11) as f64 / (1_u64 << 53) as f64).sum::<f64>() - 6.0;
-                (arguments.mean_size as f64 * (sigma * normal - sigma * sigma / 2.0).exp()) as usize
-            }
-        };
-        content.clear();
-        while content.len() < size {
-            content.extend_from_slice(&numbers.next().to_le_bytes());
-        }
-        fs::write(folder.join(format!("{number}.bin")), &content[..size])?;
+        fs::write(folder.join(format!("{number}.bin")), content.bytes())?;
     }
     Ok(())
 }
@@ -81,4 +121,35 @@ fn empty_member(name: &str) -> [u8; 512] {
     let sum: u32 = block.iter().map(|&byte| u32::from(byte)).sum();
     block[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
     block
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::*;
+
+    #[test]
+    fn written_samples_have_the_content_that_is_computed_again_and_any_change_is_noticed() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, log_normal) in [("even", None), ("log-normal", Some(0.5))] {
+            let arguments = Make {
+                folder: folder.path().join(name),
+                samples: 1200,
+                sizes: Sizes { mean_size: 100, log_normal },
+                empty_in_tars: None,
+            };
+            run(&arguments).unwrap();
+            for (number, content) in (0..arguments.samples).zip(arguments.sizes.contents()) {
+                let mut bytes = fs::read(arguments.folder.join(format!("class-{:03}/{number}.bin", number % 1000))).unwrap();
+                assert!(content.is(&bytes), "{name} {number}");
+                bytes.push(0);
+                assert!(!content.is(&bytes), "{name} {number}: a byte too many");
+                bytes.truncate(content.size - 1);
+                assert!(!content.is(&bytes), "{name} {number}: a byte is missing");
+                bytes[content.size / 2] ^= 1;
+                assert!(!content.is(&bytes), "{name} {number}: a wrong byte");
+            }
+        }
+    }
 }

@@ -19,14 +19,22 @@ pub(crate) fn median(mut values: Vec<f64>) -> f64 {
 }
 
 /// A random number generator that gives the same numbers in every run (SplitMix64).
+#[derive(Clone)]
 pub(crate) struct Numbers(pub(crate) u64);
 
 impl Numbers {
+    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+
     pub(crate) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        self.skip(1);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         mixed ^ (mixed >> 31)
+    }
+
+    /// Leaves out numbers.
+    pub(crate) fn skip(&mut self, count: u64) {
+        self.0 = self.0.wrapping_add(Self::STEP.wrapping_mul(count));
     }
 
     /// Puts a list in random order.

@@ -51,6 +51,10 @@ impl Arena {
         self.marks.add((offset / ARENA_UNIT) as usize);
     }
 
+    pub(crate) fn len(&self) -> u64 {
+        self.map.len() as u64
+    }
+
     fn has(&self, offset: u64, len: u64) -> bool {
         offset.checked_add(len).is_some_and(|end| end <= self.map.len() as u64)
     }

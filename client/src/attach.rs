@@ -1,9 +1,9 @@
 //! Attaches to a session: opens connections to the node's server, and maps the files that the
 //! server passes over them.
 //!
-//! A [`Session`] holds the mapped status page, counters and arena, a few idle connections, and the
-//! list of datasets. All of it is usable from several threads and, after [`Session::after_fork`],
-//! in a forked child.
+//! A [`Session`] holds the attachment to the node's server and the list of datasets. All of it is usable
+//! from several threads and, after [`Session::after_fork`], in a forked child. If the server has died
+//! and another one has taken its place, the session attaches to that one with the next request.
 
 use std::fs::File;
 use std::io::ErrorKind;
@@ -11,22 +11,19 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use dayfly_meta::id::{NodeId, SampleId, SessionId};
-use dayfly_meta::limits::ORDER_PART_SAMPLES;
-use dayfly_meta::status_page::{Counters, StatusPage};
+use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId, SessionId};
+use dayfly_meta::limits::{ORDER_PART_SAMPLES, SHARED_COPY_INTERVAL, SHARED_COPY_PATIENCE};
 use dayfly_meta::wire::VERSION;
 use dayfly_meta::wire::control::{Command, Event};
-use dayfly_meta::wire::local::{FromClient, FromServer};
-use dayfly_meta::wire::status::{Reads, Source};
+use dayfly_meta::wire::local::{BlockCopy, FromClient, FromServer};
 use nix::libc;
 
-use crate::arena::Arena;
+use crate::attachment::{Attachment, Connection};
 use crate::current::{Current, InUse};
 use crate::heartbeat::{Heartbeat, Timeouts};
 use crate::locate::SessionFolder;
-use crate::pool::Pool;
 use crate::socket::Socket;
 use crate::{ClientError, Dataset, cancellation, reserved_fd};
 
@@ -38,21 +35,17 @@ pub struct Session {
     nodes: u16,
     prefix: Vec<u8>,
     verify_reads: bool,
-    heartbeat: Arc<Heartbeat>,
-    counters: Counters,
-    /// This process's slot in the counters.
-    slot: AtomicU32,
-    pub(crate) arena: Arena,
     /// How many further batches are assumed to be cold, see [`Session::is_cold`].
     cold_batches: AtomicU32,
     /// The process that owns the connections. A forked child must not use its parent's connections.
     process: AtomicU32,
-    idle: Pool<Socket>,
     /// In a box, because a session is created on the stack, and a signal handler may have a small stack.
+    attachment: Box<Current<Arc<Attachment>>>,
     datasets: Box<Current<DatasetList>>,
 }
 
 struct DatasetList {
+    attachment: Arc<Attachment>,
     generation: u64,
     all: Vec<Arc<Dataset>>,
 }
@@ -91,31 +84,25 @@ impl Session {
 
     fn attach_once(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
         let path = location.socket(node);
-        let (mut socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
-        let FromServer::Welcome { session, node, nodes, prefix, verify_reads, arena_len, slot, .. } = welcome else {
+        let (socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
+        let attachment = Attachment::new(&path, socket, &welcome, files)?;
+        let FromServer::Welcome { session, node, nodes, prefix, verify_reads, .. } = welcome else {
             return Err(ClientError::Protocol("the first answer is not a welcome"));
         };
-        let [status_page, counters, arena, marks]: [File; 4] =
-            files.try_into().map_err(|_| ClientError::Protocol("a welcome without its files"))?;
-        let session = Self {
+        let current = Box::new(Current::none());
+        current.store(Some(Arc::new(Arc::new(attachment))));
+        Ok(Self {
             path,
             id: session,
             node,
             nodes,
             prefix,
             verify_reads,
-            heartbeat: Arc::new(Heartbeat::new(StatusPage::map(&status_page, false)?, socket.timeouts())),
-            counters: Counters::map(&counters)?,
-            slot: AtomicU32::new(slot),
-            arena: Arena::map(&arena, &marks, arena_len)?,
             cold_batches: AtomicU32::new(0),
             process: AtomicU32::new(std::process::id()),
-            idle: Pool::new(),
+            attachment: current,
             datasets: Box::new(Current::none()),
-        };
-        socket.watch(session.heartbeat.clone());
-        session.idle.put(Box::new(socket));
-        Ok(session)
+        })
     }
 
     /// Returns the session's id.
@@ -143,14 +130,15 @@ impl Session {
         self.verify_reads
     }
 
-    /// Returns the server's status page.
-    pub(crate) fn status_page(&self) -> &StatusPage {
-        self.heartbeat.status_page()
+    /// Returns the attachment to the server that runs on the node as far as this process knows.
+    pub(crate) fn attachment(&self) -> Result<Arc<Attachment>, ClientError> {
+        // There is always one.
+        self.attachment.load().map(|attachment| Arc::clone(&attachment)).ok_or(ClientError::Gone)
     }
 
     /// Returns whether the session has ended. This is one read of memory.
     pub fn is_gone(&self) -> bool {
-        self.status_page().is_gone()
+        self.attachment.load().is_none_or(|attachment| attachment.is_gone())
     }
 
     /// Returns the datasets of the session, by number. Asks the server only if they have changed since the last call.
@@ -159,13 +147,16 @@ impl Session {
     ///
     /// If the session has ended or the server does not answer.
     pub fn datasets(&self) -> Result<Datasets<'_>, ClientError> {
-        if self.is_gone() {
-            return Err(ClientError::Gone);
-        }
-        if let Some(known) = self.datasets.load()
-            && known.generation == self.status_page().generation()
-        {
-            return Ok(Datasets(known));
+        if let Some(known) = self.datasets.load() {
+            let attachment = &known.attachment;
+            if attachment.is_gone() {
+                return Err(ClientError::Gone);
+            }
+            let is_current = known.generation == attachment.status_page().generation() && !attachment.is_replaced();
+            // If there is no other server, what the last one has said still holds.
+            if is_current && !(attachment.heartbeat().is_silent() && self.attach_again(attachment)) {
+                return Ok(Datasets(known));
+            }
         }
         self.update_datasets()
     }
@@ -174,14 +165,56 @@ impl Session {
     fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
         let _deferral = cancellation::uninterrupted();
         let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
-        let (generation, all) = with_numbers(|| self.list(&known))?;
+        let list = with_numbers(|| self.list(&known))?;
         // If the session ended in the meantime, the server's list is empty even if the session had datasets.
-        if self.is_gone() {
+        if list.attachment.is_gone() {
             return Err(ClientError::Gone);
         }
-        self.datasets.store(Some(Arc::new(DatasetList { generation, all })));
+        self.datasets.store(Some(Arc::new(list)));
         // This finds a list: one was stored just now, and nothing ever removes it.
         self.datasets.load().map(Datasets).ok_or(ClientError::Gone)
+    }
+
+    /// Returns a dataset as the server knows it that replaced the one from which this process has it.
+    ///
+    /// # Errors
+    ///
+    /// If the server does not answer, or no longer has the dataset.
+    pub(crate) fn renewed(&self, dataset: &Dataset) -> Result<Arc<Dataset>, ClientError> {
+        let datasets = self.datasets()?;
+        datasets.iter().find(|known| known.id() == dataset.id()).cloned().ok_or(ClientError::Gone)
+    }
+
+    /// Attaches to another server if one runs on this node now. Returns whether this process is attached to another server than
+    /// `old`.
+    #[cold]
+    pub(crate) fn attach_again(&self, old: &Arc<Attachment>) -> bool {
+        let _deferral = cancellation::uninterrupted();
+        // A `vfork` child shares the memory of its parent, but not its descriptors.
+        if !self.is_own_process() {
+            return false;
+        }
+        let is_other = |current: &Arc<Attachment>| !Arc::ptr_eq(current, old);
+        if self.attachment().is_ok_and(|current| is_other(&current)) {
+            return true;
+        }
+        if !old.has_successor() {
+            return false;
+        }
+        let attach =
+            || open(&self.path, None).and_then(|(socket, welcome, files)| Attachment::new(&self.path, socket, &welcome, files));
+        // A new server may not listen yet; a later call finds it.
+        let Ok(new) = with_numbers(attach) else { return false };
+        self.adopt(old, new);
+        true
+    }
+
+    /// Uses the attachment to a new server, unless another thread has attached to it meanwhile.
+    fn adopt(&self, old: &Arc<Attachment>, new: Attachment) {
+        if self.attachment().is_ok_and(|current| Arc::ptr_eq(&current, old)) {
+            self.attachment.store(Some(Arc::new(Arc::new(new))));
+        }
+        old.set_replaced();
     }
 
     /// Prepares the attachment for use in a forked child, which must call this. The child gets
@@ -190,26 +223,29 @@ impl Session {
     pub fn after_fork(&self) {
         let _deferral = cancellation::defer();
         reserved_fd::after_fork();
-        while let Some(socket) = self.idle.take() {
-            drop(socket);
+        if let Ok(attachment) = self.attachment() {
+            attachment.after_fork();
         }
         self.process.store(std::process::id(), Ordering::Release);
+        self.attachment.after_fork();
         self.datasets.after_fork();
     }
 
-    fn list(&self, known: &[Arc<Dataset>]) -> Result<(u64, Vec<Arc<Dataset>>), ClientError> {
-        self.with_connection(|socket| {
+    fn list(&self, known: &[Arc<Dataset>]) -> Result<DatasetList, ClientError> {
+        self.with_connection(&always, |Connection { socket, attachment }| {
             socket.send(&FromClient::Datasets)?;
             let mut all = Vec::new();
             loop {
                 match socket.receive()? {
-                    (FromServer::Dataset { id, target }, files) => match known.iter().find(|dataset| dataset.id() == id) {
+                    (FromServer::Dataset { id, target }, files) => match find_known(known, id, attachment) {
                         // The dataset may have been hidden and shown again. Its files are the same,
                         // and its gone flag is clear again.
                         Some(dataset) => all.push(dataset.clone()),
-                        None => all.push(Arc::new(Dataset::new(id, target, files)?)),
+                        None => all.push(Arc::new(Dataset::new(id, target, files, attachment.clone())?)),
                     },
-                    (FromServer::DatasetsEnd { generation }, _) => return Ok((generation, all)),
+                    (FromServer::DatasetsEnd { generation }, _) => {
+                        return Ok(DatasetList { attachment: attachment.clone(), generation, all });
+                    }
                     (other, _) => return Err(unexpected(other)),
                 }
             }
@@ -229,13 +265,14 @@ impl Session {
         }
         let _deferral = cancellation::uninterrupted();
         let is_restored = with_numbers(|| {
-            self.with_connection(|socket| {
+            self.with_connection(&always, |Connection { socket, attachment }| {
                 socket.send(&FromClient::Datasets)?;
-                let mut is_restored = false;
+                let (mut is_restored, is_of_server) = (false, dataset.is_of(attachment));
                 loop {
                     match socket.receive()? {
                         (FromServer::Dataset { id, .. }, files) => {
-                            is_restored = is_restored || id == dataset.id() && dataset.restore(files);
+                            let is_it = is_of_server && id == dataset.id();
+                            is_restored = is_restored || is_it && dataset.restore(files);
                         }
                         (FromServer::DatasetsEnd { .. }, _) => return Ok(is_restored),
                         (other, _) => return Err(unexpected(other)),
@@ -253,13 +290,73 @@ impl Session {
     ///
     /// If the data dir has no room, or the server does not answer.
     pub fn spill(&self, len: u64) -> Result<File, ClientError> {
-        self.with_connection(|socket| {
+        self.with_connection(&always, |Connection { socket, .. }| {
             socket.send(&FromClient::Spill { len })?;
             match socket.receive()? {
                 (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("an answer without its file")),
                 (other, _) => Err(unexpected(other)),
             }
         })
+    }
+
+    /// Returns the file with a copy of a block that all processes of this node map. If there is no copy yet, `fill` writes the bytes
+    /// of the block into a new file. If another process does so, waits for it. `None` if the node has no such copy, for example for
+    /// lack of room.
+    ///
+    /// # Errors
+    ///
+    /// The errors of `fill`.
+    pub fn shared_copy<E>(
+        &self,
+        dataset: &Dataset,
+        block: BlockId,
+        fill: impl FnOnce(&File) -> Result<(), E>,
+    ) -> Result<Option<File>, E> {
+        // Dropping a connection or a file closes a descriptor, where a thread may be canceled. Signals wait only while this process
+        // waits for the server, and not while it copies.
+        let _deferral = cancellation::defer();
+        let taken = {
+            let _uninterrupted = cancellation::uninterrupted();
+            self.take_connection()
+        };
+        let Ok(mut connection) = taken else { return Ok(None) };
+        // Another server may have given other numbers to its datasets.
+        if !dataset.is_of(&connection.attachment) {
+            return Ok(None);
+        }
+        let ask = |connection: &mut Connection, request: &FromClient| {
+            let _uninterrupted = cancellation::uninterrupted();
+            connection.socket.send(request)?;
+            match connection.socket.receive()? {
+                (FromServer::BlockCopy(state), files) => Ok((state, files.into_iter().next())),
+                (other, _) => Err(unexpected(other)),
+            }
+        };
+        let deadline = Instant::now() + SHARED_COPY_PATIENCE;
+        loop {
+            // A failed connection is dropped, so that no later request mistakes a late answer for its own.
+            let Ok((state, file)) = ask(&mut connection, &FromClient::ShareBlock { dataset: dataset.id(), block }) else {
+                return Ok(None);
+            };
+            let file = match (state, file) {
+                (BlockCopy::Whole, file) => file,
+                (BlockCopy::Assigned, Some(file)) => {
+                    // If this fails, the server gives the copy up, because the connection is dropped.
+                    fill(&file)?;
+                    match ask(&mut connection, &FromClient::BlockFilled) {
+                        Ok((BlockCopy::Whole, file)) => file,
+                        _ => return Ok(None),
+                    }
+                }
+                (BlockCopy::Busy, _) if Instant::now() < deadline => {
+                    std::thread::sleep(SHARED_COPY_INTERVAL);
+                    continue;
+                }
+                _ => None,
+            };
+            self.put_connection(connection);
+            return Ok(file);
+        }
     }
 
     /// Sends a command and passes each event to `on_event`, including the last one, which is the
@@ -269,8 +366,8 @@ impl Session {
     ///
     /// If the connection fails. A command that fails reports that as an event.
     pub fn control(&self, command: Command, on_event: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
-        self.with_connection(|socket| {
-            socket.send(&FromClient::Control(command))?;
+        self.with_connection(&never, |Connection { socket, .. }| {
+            socket.send(&FromClient::Control(command.clone()))?;
             loop {
                 match socket.receive()?.0 {
                     FromServer::Event(event) => {
@@ -295,57 +392,109 @@ impl Session {
     /// # Errors
     ///
     /// If the server rejects the order or does not answer.
-    pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order<'_>, ClientError> {
+    pub fn submit(&self, dataset: &Dataset, order: impl IntoIterator<Item = SampleId>) -> Result<Order, ClientError> {
         let _deferral = cancellation::uninterrupted();
-        let mut socket = self.take_socket()?;
+        let mut connection = self.take_connection()?;
         let mut order = order.into_iter().peekable();
+        let mut is_first = true;
         loop {
             let samples: Vec<SampleId> = order.by_ref().take(ORDER_PART_SAMPLES).collect();
             let is_last = order.peek().is_none();
-            socket.send(&FromClient::Order { dataset: dataset.id(), samples, is_last })?;
+            let part = FromClient::Order { dataset: dataset.id(), samples, is_last };
+            if std::mem::take(&mut is_first) {
+                self.send_first(&mut connection, &part)?;
+            } else {
+                connection.socket.send(&part)?;
+            }
             if is_last {
                 break;
             }
         }
-        match socket.receive()?.0 {
-            FromServer::Ordered => Ok(Order { _session: self, _socket: socket }),
+        match connection.socket.receive()?.0 {
+            FromServer::Ordered => Ok(Order { _connection: connection }),
             other => Err(unexpected(other)),
         }
     }
 
-    /// Runs `operation` on an idle connection of this process, or on a new one.
+    /// Runs `operation` on an idle connection of this process, or on a new one. If the server has died and another one has taken its
+    /// place, runs `operation` again there, provided that it can be repeated.
     pub(crate) fn with_connection<T>(
         &self,
-        operation: impl FnOnce(&mut Socket) -> Result<T, ClientError>,
+        can_repeat: &dyn Fn() -> bool,
+        mut operation: impl FnMut(&mut Connection) -> Result<T, ClientError>,
     ) -> Result<T, ClientError> {
         let _deferral = cancellation::uninterrupted();
-        let mut socket = self.take_socket()?;
-        let result = operation(&mut socket);
+        let mut connection = self.take_connection()?;
+        let mut result = operation(&mut connection);
+        if matches!(result, Err(ClientError::Server(_))) && can_repeat() && self.attach_again(&connection.attachment) {
+            connection = self.take_connection()?;
+            result = operation(&mut connection);
+        }
         // After a failure, a late answer may still arrive on the connection, so no other request
         // may use it.
         if result.is_ok() {
-            self.put_socket(socket);
+            self.put_connection(connection);
         }
         result
     }
 
+    /// Sends the first message on a connection that was idle. If the server has died and another one has taken its place, connects to
+    /// that server.
+    pub(crate) fn send_first(&self, connection: &mut Connection, message: &FromClient) -> Result<(), ClientError> {
+        match connection.socket.send(message) {
+            Err(ClientError::Server(_)) if self.attach_again(&connection.attachment) => {
+                *connection = self.take_connection()?;
+                connection.socket.send(message)
+            }
+            sent => sent,
+        }
+    }
+
     /// Takes an idle connection of this process, or opens a new one.
-    pub(crate) fn take_socket(&self) -> Result<Box<Socket>, ClientError> {
-        while let Some(socket) = self.is_own_process().then(|| self.idle.take()).flatten() {
+    pub(crate) fn take_connection(&self) -> Result<Connection, ClientError> {
+        let mut attachment = self.attachment()?;
+        if attachment.heartbeat().is_silent() && self.attach_again(&attachment) {
+            attachment = self.attachment()?;
+        }
+        while let Some(socket) = self.is_own_process().then(|| attachment.take_idle()).flatten() {
             // The program may have closed the connection's descriptor.
             if socket.is_intact() {
-                return Ok(socket);
+                return Ok(Connection { socket, attachment });
             }
         }
-        let (socket, _, _) = with_numbers(|| open(&self.path, Some(self.heartbeat.clone())))?;
-        self.slot.store(socket.slot(), Ordering::Relaxed);
-        Ok(Box::new(socket))
+        match with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone()))) {
+            Ok((socket, _, files)) if attachment.is_of_same_server(&files) => {
+                attachment.set_slot(socket.slot());
+                Ok(Connection { socket: Box::new(socket), attachment })
+            }
+            // A new server listens at the same path.
+            Ok(_) => self.connect_again(&attachment, || ClientError::Protocol("it is another server")),
+            Err(error @ ClientError::Server(_)) => self.connect_again(&attachment, || error),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Connects to the server that has taken the place of `old`. If there is none, fails with `error`.
+    fn connect_again(&self, old: &Arc<Attachment>, error: impl FnOnce() -> ClientError) -> Result<Connection, ClientError> {
+        if !self.attach_again(old) {
+            return Err(error());
+        }
+        let attachment = self.attachment()?;
+        if let Some(socket) = attachment.take_idle() {
+            return Ok(Connection { socket, attachment });
+        }
+        // Another thread has taken the connection of the new attachment.
+        let (socket, _, files) = with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone())))?;
+        if !attachment.is_of_same_server(&files) {
+            return Err(error());
+        }
+        Ok(Connection { socket: Box::new(socket), attachment })
     }
 
     /// Puts a connection back, so that another request can use it. Nothing may be in flight on it.
-    pub(crate) fn put_socket(&self, socket: Box<Socket>) {
-        if self.is_own_process() {
-            self.idle.put(socket);
+    pub(crate) fn put_connection(&self, Connection { socket, attachment }: Connection) {
+        if self.is_own_process() && !attachment.is_replaced() {
+            attachment.put_idle(socket);
         }
     }
 
@@ -353,11 +502,6 @@ impl Session {
     /// them. Neither does a child whose fork this library did not notice.
     fn is_own_process(&self) -> bool {
         self.process.load(Ordering::Acquire) == std::process::id()
-    }
-
-    /// Adds reads to this process's counters.
-    pub(crate) fn count(&self, source: Source, count: u64, bytes: u64) {
-        self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
     }
 
     /// Returns whether a batch is assumed to be cold, that is, not in memory. If `batches` is a number, that
@@ -370,31 +514,25 @@ impl Session {
         }
         left > 0
     }
-
-    /// Keeps the cached blocks of this node in place until the result is dropped.
-    pub(crate) fn begin_views(&self, slot: u32) -> Views<'_> {
-        self.counters.begin_view(slot);
-        Views { counters: &self.counters, slot }
-    }
-}
-
-/// When dropped, ends the view that [`Session::begin_views`] began.
-pub(crate) struct Views<'a> {
-    counters: &'a Counters,
-    slot: u32,
-}
-
-impl Drop for Views<'_> {
-    fn drop(&mut self) {
-        self.counters.end_view(self.slot);
-    }
 }
 
 /// An order that the server prefetches for as long as this value lives.
-pub struct Order<'a> {
-    _session: &'a Session,
+pub struct Order {
     /// The order ends when its connection is closed.
-    _socket: Box<Socket>,
+    _connection: Connection,
+}
+
+fn always() -> bool {
+    true
+}
+
+fn never() -> bool {
+    false
+}
+
+/// Returns a dataset that this process has got from the same server before.
+fn find_known<'a>(known: &'a [Arc<Dataset>], id: DatasetId, attachment: &Arc<Attachment>) -> Option<&'a Arc<Dataset>> {
+    known.iter().find(|dataset| dataset.id() == id && dataset.is_of(attachment))
 }
 
 /// Runs `operation`, if need be with a higher limit on descriptors.
@@ -407,26 +545,72 @@ fn with_numbers<T>(operation: impl Fn() -> Result<T, ClientError>) -> Result<T, 
 
 /// Opens a connection and exchanges versions.
 fn open(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
+    match greet(path, heartbeat.clone()) {
+        // A server that does not understand the first message closes the connection. So does a server that dies, but that one
+        // accepts no other connection.
+        Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => match greet(path, heartbeat) {
+            Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => Err(ClientError::OtherBuild),
+            result => result,
+        },
+        result => result,
+    }
+}
+
+fn greet(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> Result<(Socket, FromServer, Vec<File>), ClientError> {
     let mut socket = Socket::connect(path, heartbeat)?;
     socket.send(&FromClient::Hello { version: VERSION })?;
-    match socket.receive() {
-        Ok((FromServer::Refused { reason }, _)) => Err(ClientError::Refused(reason)),
-        Ok((welcome, files)) => {
-            if let FromServer::Welcome { slot, connection, server_timeout_ms, heartbeat_timeout_ms, .. } = welcome {
-                let [server, heartbeat] = [server_timeout_ms, heartbeat_timeout_ms].map(|ms| Duration::from_millis(ms.into()));
-                socket.welcome(slot, connection, Timeouts { server, heartbeat })?;
-            }
-            Ok((socket, welcome, files))
+    let (answer, files) = socket.receive()?;
+    match answer {
+        FromServer::Refused { reason } => return Err(ClientError::Refused(reason)),
+        FromServer::Welcome { slot, connection, server_timeout_ms, heartbeat_timeout_ms, .. } => {
+            let [server, heartbeat] = [server_timeout_ms, heartbeat_timeout_ms].map(|ms| Duration::from_millis(ms.into()));
+            socket.welcome(slot, connection, Timeouts { server, heartbeat })?;
         }
-        // A server that does not understand the first message closes the connection.
-        Err(ClientError::Server(error)) if error.kind() == ErrorKind::UnexpectedEof => Err(ClientError::OtherBuild),
-        Err(error) => Err(error),
+        _ => (),
     }
+    Ok((socket, answer, files))
 }
 
 pub(crate) fn unexpected(answer: FromServer) -> ClientError {
     match answer {
         FromServer::Refused { reason } => ClientError::Refused(reason),
         _ => ClientError::Protocol("an answer to a different request"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    /// Opens a connection. The server closes `connections` of them after the first message, and is gone when it closes the last one.
+    fn open_to_server_that_closes(connections: usize) -> ClientError {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("socket");
+        let listener = UnixListener::bind(&path).unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                let accept = || {
+                    let mut connection = listener.accept().unwrap().0;
+                    assert_ne!(connection.read(&mut [0; 4096]).unwrap(), 0);
+                    connection
+                };
+                (1..connections).for_each(|_| drop(accept()));
+                let last = accept();
+                drop(listener);
+                drop(last);
+            });
+            open(&path, None).err().unwrap()
+        })
+    }
+
+    #[test]
+    fn a_server_that_dies_is_not_called_another_build() {
+        let error = open_to_server_that_closes(1);
+        assert!(matches!(error, ClientError::Server(_)), "{error}");
+        let error = open_to_server_that_closes(2);
+        assert!(matches!(error, ClientError::OtherBuild), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Reads many samples at once: `read_many` and `read_many_into`.
+//! Reads many samples at once: `read_many`, and in [`fill`] `read_many_into`.
 //!
 //! If a sample is on this node, the batch lends it in place, as a part of a mapped segment. The batch requests all other samples
 //! from the server with one message. As they arrive, it lends them in the arena, under a lease.
@@ -10,9 +10,11 @@
 //! A batch belongs to one process: a forked child may look at samples that its parent's batch has delivered, but cannot get
 //! further samples from the batch.
 
+mod fill;
 mod remote;
 
 use std::collections::VecDeque;
+use std::ops::Deref;
 use std::sync::Arc;
 
 use dayfly_meta::chunk::Chunk;
@@ -21,9 +23,10 @@ use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::segment::{DrivePosition, Location};
 use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
-use crate::attach::Views;
+use crate::attachment::{Connection, Views};
 use crate::fetch::LeasedChunk;
 use crate::{ClientError, Dataset, Session, fault};
+pub(crate) use fill::WantedSamples;
 use remote::RemoteChunks;
 
 /// The order in which a batch delivers its samples.
@@ -66,10 +69,14 @@ pub struct Delivered<'a> {
 ///
 /// Until then, a program may look at delivered samples, including through [`Self::get`]. Before it trusts what it saw, it must
 /// call [`Self::is_good`].
-pub struct Batch<'a> {
-    session: &'a Session,
+///
+/// `S` refers to the session: a plain reference, or an owner such as an `Arc` for a batch that outlives the caller.
+pub struct Batch<S: Deref<Target = Session>> {
+    session: S,
     items: Vec<Option<SampleRef>>,
     states: Vec<ItemState>,
+    /// Whether each item was delivered. Before that, its bytes may still have to be verified.
+    is_delivered: Vec<bool>,
     delivery: Delivery,
     on_missing: OnMissing,
     /// The first item that has not been delivered yet.
@@ -78,15 +85,19 @@ pub struct Batch<'a> {
     arrived: VecDeque<usize>,
     remote: RemoteChunks,
     leases: Vec<u64>,
+    /// How much of the arena these leases cover.
+    leased_bytes: u64,
     /// Whether [`Self::next`] has returned the end or an error.
     is_over: bool,
     /// Whether the connection failed. The leases then ended with the connection.
     is_broken: bool,
+    /// Whether the batch lends cached blocks, which stay in place only while `views` lives.
+    has_cached: bool,
     /// The value of [`fault::zeroed`] when the batch began.
     zeroed: usize,
     /// Keeps cached blocks of this node in place while the batch lives. `None` if the server could not be reached; in that case
     /// there is no server that could evict a block either.
-    views: Option<Views<'a>>,
+    views: Option<Views>,
     /// The process that owns the connection and the views.
     process: u32,
 }
@@ -138,47 +149,90 @@ impl Session {
         samples: &[SampleId],
         delivery: Delivery,
         on_missing: OnMissing,
-    ) -> Result<Batch<'_>, ClientError> {
-        self.begin_batch(requested(dataset, samples), delivery, on_missing)
+    ) -> Result<Batch<&Self>, ClientError> {
+        Batch::of(self, dataset, samples, delivery, on_missing)
     }
+}
 
-    /// Reads samples into buffers, each sample up to the length of its buffer. Returns the samples' sizes, in the order of the
-    /// request.
+/// Makes the processor fetch the records and the locations of all samples at the same time.
+fn prefetch(requested: &[RequestedSample]) {
+    for item in requested.iter().flatten() {
+        item.dataset.catalog().prefetch_sample(item.sample);
+    }
+    for item in requested.iter().flatten() {
+        if let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) {
+            item.dataset.prefetch_location(BlockId(blocks.start));
+        }
+    }
+}
+
+fn requested(dataset: &Arc<Dataset>, samples: &[SampleId]) -> Vec<RequestedSample> {
+    samples.iter().map(|&sample| Ok(SampleRef { dataset: dataset.clone(), sample })).collect()
+}
+
+/// If some samples are not in memory, makes the drives begin to read all of them, without waiting. `in_segments` iterates over the
+/// samples that lie in segments; at most `count` of them.
+fn read_ahead<'a, I>(session: &Session, count: usize, in_segments: impl Fn() -> I)
+where
+    I: Iterator<Item = (&'a Arc<Dataset>, DrivePosition, u64)>,
+{
+    let step = (count / PROBES).max(1);
+    let is_cold = in_segments().step_by(step).any(|(dataset, position, len)| !dataset.is_resident(position, len));
+    if !session.is_cold(is_cold.then_some(COLD_BATCHES)) {
+        return;
+    }
+    let mut positions: Vec<(&Arc<Dataset>, DrivePosition, u64)> = in_segments().collect();
+    positions.sort_unstable_by_key(|(dataset, position, _)| (dataset.id().0, position.drive, position.offset));
+    positions.into_iter().for_each(|(dataset, position, len)| dataset.read_ahead(position, len));
+}
+
+impl SampleRef {
+    fn size(&self) -> u64 {
+        self.dataset.catalog().sample(self.sample).map_or(0, |(size, _)| size)
+    }
+}
+
+impl<S: Deref<Target = Session>> Batch<S> {
+    /// Begins to read whole samples, like [`Session::read_many`].
     ///
     /// # Errors
-    /// If the session has ended or the connection fails. With [`OnMissing::Fail`], also if a sample cannot be read.
-    pub fn read_many_into(
-        &self,
+    /// Those of [`Session::read_many`].
+    pub fn of(
+        session: S,
         dataset: &Arc<Dataset>,
         samples: &[SampleId],
-        buffers: &mut [&mut [u8]],
+        delivery: Delivery,
         on_missing: OnMissing,
-    ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        self.fill_buffers(requested(dataset, samples), buffers, on_missing)
+    ) -> Result<Self, ClientError> {
+        Self::begin(session, requested(dataset, samples), delivery, on_missing)
     }
 
-    pub(crate) fn begin_batch(
-        &self,
+    pub(crate) fn begin(
+        session: S,
         requested: Vec<RequestedSample>,
         delivery: Delivery,
         on_missing: OnMissing,
-    ) -> Result<Batch<'_>, ClientError> {
+    ) -> Result<Self, ClientError> {
         // The views must begin before any location is looked up. The batch keeps its connection until the batch ends, because the
         // server identifies the owner of the views by the connection.
-        let socket = self.take_socket().ok();
-        let views = socket.as_ref().map(|socket| self.begin_views(socket.slot()));
-        let mut batch = Batch {
-            session: self,
+        let connection = session.take_connection().ok();
+        let begin_views = |Connection { socket, attachment }: &Connection| attachment.begin_views(socket.slot());
+        let views = connection.as_ref().map(begin_views);
+        let mut batch = Self {
+            session,
             items: Vec::with_capacity(requested.len()),
             states: Vec::with_capacity(requested.len()),
+            is_delivered: vec![false; requested.len()],
             delivery,
             on_missing,
             next: 0,
             arrived: VecDeque::new(),
-            remote: RemoteChunks { socket, ..RemoteChunks::default() },
+            remote: RemoteChunks { connection, ..RemoteChunks::default() },
             leases: Vec::new(),
+            leased_bytes: 0,
             is_over: false,
             is_broken: false,
+            has_cached: false,
             zeroed: fault::zeroed(),
             views,
             process: std::process::id(),
@@ -189,87 +243,6 @@ impl Session {
         Ok(batch)
     }
 
-    pub(crate) fn fill_buffers(
-        &self,
-        requested: Vec<RequestedSample>,
-        buffers: &mut [&mut [u8]],
-        on_missing: OnMissing,
-    ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        let mut sizes = Vec::with_capacity(requested.len());
-        // Samples of several chunks, and samples that are longer than their buffers, are read straight into the buffers.
-        let (mut whole, mut whole_at, mut others) = (Vec::new(), Vec::new(), Vec::new());
-        for (at, item) in requested.into_iter().enumerate() {
-            let size = item.as_ref().map_or(0, SampleRef::size);
-            sizes.push(Ok(size));
-            if size <= CHUNK_LEN && size <= buffers.get(at).map_or(0, |buffer| buffer.len() as u64) {
-                whole.push(item);
-                whole_at.push(at);
-            } else {
-                others.extend(item.ok().map(|item| (at, item)));
-            }
-        }
-        let zeroed = fault::zeroed();
-        let mut batch = self.begin_batch(whole, Delivery::AsAvailable, OnMissing::Report)?;
-        while let Some(index) = batch.advance()? {
-            let at = whole_at[index];
-            match (batch.bytes(index), buffers.get_mut(at)) {
-                (Ok(bytes), Some(buffer)) => {
-                    buffer[..bytes.len()].copy_from_slice(bytes);
-                    if let ItemState::Leased(leased) = &batch.states[index] {
-                        // If the lease was revoked, the bytes just copied may be another chunk's.
-                        if !batch.holds(leased)
-                            && let Err(error) = batch.read_into(index, &mut buffer[..bytes.len()])
-                        {
-                            sizes[at] = Err(error);
-                        }
-                        // Nobody looks at the leased bytes again.
-                        batch.states[index] = ItemState::Empty;
-                    }
-                }
-                // The caller passed no buffer for this sample.
-                (Ok(_), None) => {}
-                (Err(_), _) => sizes[at] = Err(batch.take_error(index)),
-            }
-        }
-        if fault::zeroed() != zeroed {
-            // A page of some file was missing. This is rare enough to simply read all samples again.
-            for (index, &at) in whole_at.iter().enumerate() {
-                let Some(buffer) = buffers.get_mut(at) else { continue };
-                if let Ok(len) = sizes[at]
-                    && let Err(error) = batch.read_into(index, &mut buffer[..len as usize])
-                {
-                    sizes[at] = Err(error);
-                }
-            }
-        }
-        if batch.is_gone() {
-            return Err(ClientError::Gone);
-        }
-        drop(batch);
-        for (at, item) in others {
-            let Some(buffer) = buffers.get_mut(at) else { continue };
-            if let Err(error) = self.read_at(&item.dataset, item.sample, 0, buffer, &mut None) {
-                sizes[at] = Err(error);
-            }
-        }
-        match sizes.iter().position(Result::is_err) {
-            Some(first) if on_missing == OnMissing::Fail => Err(sizes.swap_remove(first).err().unwrap_or(ClientError::Gone)),
-            _ => Ok(sizes),
-        }
-    }
-}
-
-fn requested(dataset: &Arc<Dataset>, samples: &[SampleId]) -> Vec<RequestedSample> {
-    samples.iter().map(|&sample| Ok(SampleRef { dataset: dataset.clone(), sample })).collect()
-}
-
-impl SampleRef {
-    fn size(&self) -> u64 {
-        self.dataset.catalog().sample(self.sample).map_or(0, |(size, _)| size)
-    }
-}
-
-impl<'a> Batch<'a> {
     /// Returns the number of samples that were requested.
     pub fn len(&self) -> usize {
         self.items.len()
@@ -321,12 +294,57 @@ impl<'a> Batch<'a> {
     /// Returns the bytes of a sample that was delivered, by its index in the request. `None` if it was not delivered, failed, or
     /// lost its lease.
     pub fn get(&self, index: usize) -> Option<&[u8]> {
-        let is_there = match self.states.get(index) {
-            None | Some(ItemState::Pending | ItemState::Deferred) => false,
-            Some(ItemState::Leased(leased)) => self.holds(leased),
-            Some(_) => true,
-        };
-        if is_there { self.bytes(index).ok() } else { None }
+        self.delivered(index)?.ok()
+    }
+
+    /// Like [`Self::get`], but returns the error of a sample that failed or lost its lease. `None` if it was not delivered.
+    pub fn delivered(&self, index: usize) -> Option<Result<&[u8], &ClientError>> {
+        static REVOKED: ClientError = ClientError::Revoked;
+        if !*self.is_delivered.get(index)? {
+            return None;
+        }
+        match self.states.get(index)? {
+            ItemState::Pending | ItemState::Deferred => None,
+            ItemState::Leased(leased) if !self.holds(leased) => Some(Err(&REVOKED)),
+            _ => Some(self.bytes(index)),
+        }
+    }
+
+    /// Ends the use of the connection if all samples have been delivered and stay where they are without it. With `copies`, samples
+    /// that would not stay are copied first. Returns whether the batch still uses the connection.
+    ///
+    /// # Errors
+    /// If the connection fails.
+    pub fn settle(&mut self, copies: bool) -> Result<bool, ClientError> {
+        let is_done = self.remote.is_done() && !self.remote.is_in_flight && self.process == std::process::id();
+        if !is_done || self.is_broken {
+            return Ok(self.remote.connection.is_some());
+        }
+        if copies {
+            self.copy_and_release()?;
+            self.copy_cached();
+        }
+        if self.leases.is_empty() && !self.has_cached {
+            drop(self.views.take());
+            if let Some(connection) = self.remote.connection.take() {
+                self.session.put_connection(connection);
+            }
+        }
+        Ok(self.remote.connection.is_some())
+    }
+
+    /// Copies the samples that another block may replace when the views end.
+    fn copy_cached(&mut self) {
+        for index in 0..self.states.len() {
+            if self.has_cached
+                && let ItemState::InSegment(..) = self.states[index]
+                && let Ok(copy) = self.bytes(index).map(<[u8]>::to_vec)
+                && self.bytes(index).is_ok()
+            {
+                self.states[index] = ItemState::Copied(copy);
+            }
+        }
+        self.has_cached = false;
     }
 
     /// Returns whether everything that the program has seen so far is valid: the session is still running, no dataset of the
@@ -355,20 +373,14 @@ impl<'a> Batch<'a> {
         }
     }
 
-    /// Finds the location of each item. Before that, two passes let the processor fetch the records of all items at the same time.
+    /// Finds the location of each item.
     fn look_up(&mut self, requested: Vec<RequestedSample>) {
-        for item in requested.iter().flatten() {
-            item.dataset.catalog().prefetch_sample(item.sample);
-        }
-        for item in requested.iter().flatten() {
-            if let Some((_, blocks)) = item.dataset.catalog().sample(item.sample) {
-                item.dataset.prefetch_location(BlockId(blocks.start));
-            }
-        }
+        prefetch(&requested);
         let mut local = [Reads::default(); SOURCES];
         for (index, item) in requested.into_iter().enumerate() {
             let (item, state) = match item {
                 Ok(item) => {
+                    let item = self.renewed(item);
                     let state = self.find(&item, index, &mut local);
                     (Some(item), state)
                 }
@@ -377,11 +389,22 @@ impl<'a> Batch<'a> {
             self.items.push(item);
             self.states.push(state);
         }
+        self.has_cached = local[Source::Cached as usize].count > 0;
         for source in [Source::Segment, Source::Cached] {
             let Reads { count, bytes } = local[source as usize];
-            if count > 0 {
-                self.session.count(source, count, bytes);
+            if count > 0
+                && let Some(item) = self.items.iter().flatten().next()
+            {
+                item.dataset.attachment().count(source, count, bytes);
             }
+        }
+    }
+
+    /// Replaces the dataset of an item if another server has taken the place of the one that this process had it from.
+    fn renewed(&self, item: SampleRef) -> SampleRef {
+        match item.dataset.attachment().is_replaced().then(|| self.session.renewed(&item.dataset)) {
+            Some(Ok(dataset)) => SampleRef { dataset, ..item },
+            _ => item,
         }
     }
 
@@ -412,21 +435,13 @@ impl<'a> Batch<'a> {
 
     /// If some of the batch is not in memory, makes the drives begin to read all of it, without waiting.
     fn read_ahead(&self) {
-        let in_segments = || {
+        read_ahead(&self.session, self.items.len(), || {
             let items = self.items.iter().zip(&self.states);
             items.filter_map(|(item, state)| match (item, state) {
                 (Some(item), &ItemState::InSegment(position, len)) => Some((&item.dataset, position, len)),
                 _ => None,
             })
-        };
-        let step = (self.items.len() / PROBES).max(1);
-        let is_cold = in_segments().step_by(step).any(|(dataset, position, len)| !dataset.is_resident(position, len));
-        if !self.session.is_cold(is_cold.then_some(COLD_BATCHES)) {
-            return;
-        }
-        let mut positions: Vec<(&Arc<Dataset>, DrivePosition, u64)> = in_segments().collect();
-        positions.sort_unstable_by_key(|(dataset, position, _)| (dataset.id().0, position.drive, position.offset));
-        positions.into_iter().for_each(|(dataset, position, len)| dataset.read_ahead(position, len));
+        });
     }
 
     /// Waits until the next item can be delivered, and returns its index. The item's bytes or its error are then available.
@@ -474,6 +489,7 @@ impl<'a> Batch<'a> {
         if let ItemState::Leased(leased) = &mut self.states[index] {
             leased.is_delivered = true;
         }
+        self.is_delivered[index] = true;
         Ok(Some(index))
     }
 
@@ -520,7 +536,10 @@ impl<'a> Batch<'a> {
             ItemState::InSegment(position, len) => {
                 self.items[index].as_ref().and_then(|item| item.dataset.view(*position, *len)).ok_or(&UNAVAILABLE)
             }
-            ItemState::Leased(leased) => leased.chunk.bytes(self.session, leased.len).map_err(|_| &UNAVAILABLE),
+            ItemState::Leased(leased) => {
+                let attachment = self.remote.attachment().ok_or(&UNAVAILABLE)?;
+                leased.chunk.bytes(attachment, leased.len).map_err(|_| &UNAVAILABLE)
+            }
             ItemState::Copied(bytes) => Ok(bytes),
             ItemState::Failed(error) => Err(error),
             ItemState::Deferred | ItemState::Pending => Err(&UNAVAILABLE),
@@ -528,7 +547,7 @@ impl<'a> Batch<'a> {
     }
 }
 
-impl Drop for Batch<'_> {
+impl<S: Deref<Target = Session>> Drop for Batch<S> {
     fn drop(&mut self) {
         if self.process != std::process::id() {
             // A forked child must not end its parent's views.
@@ -539,8 +558,8 @@ impl Drop for Batch<'_> {
         drop(self.views.take());
         // If the connection fails, the server ends the connection's leases.
         let is_released = self.release().is_ok();
-        if let Some(socket) = self.remote.socket.take().filter(|_| is_released && !self.remote.is_in_flight) {
-            self.session.put_socket(socket);
+        if let Some(connection) = self.remote.connection.take().filter(|_| is_released && !self.remote.is_in_flight) {
+            self.session.put_connection(connection);
         }
     }
 }

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::Arc;
 
 use dayfly_meta::catalog::Catalog;
 use dayfly_meta::id::{BlockId, DatasetId, SampleId};
@@ -14,7 +15,7 @@ use dayfly_meta::wire::status::Source;
 use nix::libc;
 
 use crate::ClientError;
-use crate::arena::Arena;
+use crate::attachment::Attachment;
 use crate::cancellation::{self, Deferral};
 use crate::fault::Fault;
 use crate::reserved_fd::ReservedFd;
@@ -27,6 +28,8 @@ pub struct Dataset {
     catalog: Catalog,
     locations: Locations,
     segments: Vec<(ReservedFd, SegmentMap)>,
+    /// The server that the files came from.
+    attachment: Arc<Attachment>,
     /// Defers cancellation while the fields above are dropped, because dropping them closes descriptors. Must be the last field,
     /// so that it is dropped last.
     while_dropped: Option<Deferral>,
@@ -41,7 +44,12 @@ impl Drop for Dataset {
 impl Dataset {
     /// Builds a dataset from the files that the server sent: catalog, locations, then segments by
     /// drive.
-    pub(crate) fn new(id: DatasetId, target: Vec<u8>, files: Vec<File>) -> Result<Self, ClientError> {
+    pub(crate) fn new(
+        id: DatasetId,
+        target: Vec<u8>,
+        files: Vec<File>,
+        attachment: Arc<Attachment>,
+    ) -> Result<Self, ClientError> {
         let mut files = files.into_iter();
         let (Some(catalog), Some(locations)) = (files.next(), files.next()) else {
             return Err(ClientError::Protocol("a dataset came without its files"));
@@ -52,7 +60,7 @@ impl Dataset {
             let map = SegmentMap::new(&file);
             (ReservedFd::new(file), map)
         };
-        Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect(), while_dropped: None })
+        Ok(Self { id, target, catalog, locations, segments: files.map(with_map).collect(), attachment, while_dropped: None })
     }
 
     /// Returns the dataset's number in the session.
@@ -70,6 +78,16 @@ impl Dataset {
         &self.catalog
     }
 
+    /// Returns the attachment to the server from which this process has the dataset.
+    pub(crate) fn attachment(&self) -> &Arc<Attachment> {
+        &self.attachment
+    }
+
+    /// Returns whether this process has the dataset from this server.
+    pub(crate) fn is_of(&self, attachment: &Arc<Attachment>) -> bool {
+        Arc::ptr_eq(&self.attachment, attachment)
+    }
+
     /// Returns whether the block is on this node's drives, either because the node owns the block or because it cached the block.
     pub fn is_here(&self, block: BlockId) -> bool {
         self.locations.find(block).is_some_and(|location| location.position().is_some())
@@ -77,7 +95,7 @@ impl Dataset {
 
     /// Returns whether the dataset's bytes have been discarded. Bytes copied before this call
     /// returned `true` may be zeros.
-    pub(crate) fn is_gone(&self) -> bool {
+    pub fn is_gone(&self) -> bool {
         self.locations.is_gone()
     }
 
@@ -119,11 +137,18 @@ impl Dataset {
     /// Makes the processor fetch the start of a sample that will be read soon, if that part of the segment is mapped.
     pub(crate) fn prefetch(&self, sample: SampleId) {
         let Some((size, blocks)) = self.catalog.sample(sample) else { return };
-        let position = if size > 0 { self.locations.find(BlockId(blocks.start)).and_then(Location::position) } else { None };
-        if let Some(position) = position
+        if size > 0 {
+            self.prefetch_block(BlockId(blocks.start), size);
+        }
+    }
+
+    /// Makes the processor fetch the start of the first `len` bytes of a block that will be read soon, if that part of the segment
+    /// is mapped.
+    pub(crate) fn prefetch_block(&self, block: BlockId, len: u64) {
+        if let Some(position) = self.locations.find(block).and_then(Location::position)
             && let Some((_, map)) = self.segments.get(usize::from(position.drive))
         {
-            map.prefetch(position.offset, size);
+            map.prefetch(position.offset, len);
         }
     }
 
@@ -145,20 +170,16 @@ impl Dataset {
         }
     }
 
-    /// Returns whether a mapped range of a segment is in memory.
+    /// Returns whether the first page of a range of a segment is in memory.
     pub(crate) fn is_resident(&self, position: DrivePosition, len: u64) -> bool {
-        self.segments.get(usize::from(position.drive)).is_some_and(|(_, map)| map.is_resident(position.offset, len))
+        let segment = self.segments.get(usize::from(position.drive));
+        segment.is_some_and(|(segment, map)| map.is_resident(segment, position.offset, len))
     }
 
     /// Reads from a block without a message and with at most one system call. Returns `None` if the
     /// block is neither on this node's drives nor in the arena.
-    pub(crate) fn read_here(
-        &self,
-        arena: &Arena,
-        block: BlockId,
-        offset: u64,
-        buffer: &mut [u8],
-    ) -> Result<Option<Source>, ClientError> {
+    pub(crate) fn read_here(&self, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<Option<Source>, ClientError> {
+        let arena = &self.attachment.arena;
         while let Some(location) = self.locations.find(block) {
             let (result, source) = match location {
                 Location::Owned(position) => return self.read_segment(position, offset, buffer).map(|()| Some(Source::Segment)),

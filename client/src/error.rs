@@ -127,6 +127,9 @@ pub enum ClientError {
     /// The program's buffer cannot be written.
     #[error("the buffer for the bytes is not in writable memory")]
     Buffer,
+    /// The program has ended the wait; see [`crate::interruption`].
+    #[error("the program has interrupted the wait for the server of this node")]
+    Interrupted,
     /// The session has ended or the dataset was replaced.
     #[error("its bytes are gone: the session has ended or the dataset was replaced")]
     Gone,
@@ -163,7 +166,11 @@ impl ClientError {
 
 impl From<io::Error> for ClientError {
     fn from(error: io::Error) -> Self {
-        if is_limit(&error) { Self::Limit(error) } else { Self::Server(error) }
+        match error.kind() {
+            io::ErrorKind::Interrupted => Self::Interrupted,
+            _ if is_limit(&error) => Self::Limit(error),
+            _ => Self::Server(error),
+        }
     }
 }
 

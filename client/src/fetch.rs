@@ -13,9 +13,10 @@ use dayfly_meta::id::DatasetId;
 use dayfly_meta::wire::local::{FetchedChunk, FromClient, FromServer};
 use dayfly_meta::wire::status::Source;
 
+use crate::ClientError;
 use crate::attach::unexpected;
+use crate::attachment::Attachment;
 use crate::socket::Socket;
-use crate::{ClientError, Session};
 
 /// One part of the server's answer to a request for chunks.
 pub(crate) struct FetchAnswer {
@@ -53,20 +54,15 @@ struct LeaseTerms {
 }
 
 impl LeaseTerms {
-    fn hold(self, session: &Session) -> bool {
-        session.status_page().holds(self.connection, self.token)
+    fn hold(self, attachment: &Attachment) -> bool {
+        attachment.status_page().holds(self.connection, self.token)
     }
 }
 
-/// Requests chunks of a dataset. With `recheck` the server first examines this node's own copies of the chunks, and drops
+/// Returns the request for chunks of a dataset. With `recheck` the server first examines this node's own copies of the chunks, and drops
 /// damaged copies.
-pub(crate) fn request_chunks(
-    socket: &mut Socket,
-    dataset: DatasetId,
-    chunks: Vec<Chunk>,
-    recheck: bool,
-) -> Result<(), ClientError> {
-    socket.send(&FromClient::Fetch { dataset, chunks, recheck })
+pub(crate) fn request_for(dataset: DatasetId, chunks: Vec<Chunk>, recheck: bool) -> FromClient {
+    FromClient::Fetch { dataset, chunks, recheck }
 }
 
 /// Receives the next part of the answer to a request for `requested` chunks.
@@ -89,8 +85,8 @@ pub(crate) fn release(socket: &mut Socket, leases: Vec<u64>) -> Result<(), Clien
 
 impl FetchAnswer {
     /// Returns whether the leases of this part still hold.
-    pub(crate) fn is_held(&self, session: &Session) -> bool {
-        self.terms.hold(session)
+    pub(crate) fn is_held(&self, attachment: &Attachment) -> bool {
+        self.terms.hold(attachment)
     }
 
     /// Returns whether this part covers no chunks.
@@ -114,31 +110,31 @@ impl FetchAnswer {
 
 impl LeasedChunk {
     /// Returns whether the lease was still in force when the caller last looked at the bytes, which was before this call.
-    pub(crate) fn is_held(&self, session: &Session) -> bool {
-        self.terms.hold(session)
+    pub(crate) fn is_held(&self, attachment: &Attachment) -> bool {
+        self.terms.hold(attachment)
     }
 
     /// Returns the first `len` bytes of the chunk, in place. They are valid only if [`Self::is_held`] returns `true` afterward.
-    pub(crate) fn bytes<'a>(&self, session: &'a Session, len: u64) -> Result<&'a [u8], ClientError> {
-        session.arena.leased(self.offset, len).ok_or(OUTSIDE)
+    pub(crate) fn bytes<'a>(&self, attachment: &'a Attachment, len: u64) -> Result<&'a [u8], ClientError> {
+        attachment.arena.leased(self.offset, len).ok_or(OUTSIDE)
     }
 
     /// Records in shared memory that the chunk was read, so that the server counts it as used.
-    pub(crate) fn mark(&self, session: &Session) {
-        session.arena.mark(self.offset);
+    pub(crate) fn mark(&self, attachment: &Attachment) {
+        attachment.arena.mark(self.offset);
     }
 
     /// Copies bytes from `start` within the chunk, then marks and counts the read. Returns `false` if the lease was revoked
     /// before the copy was complete: the copy is worthless, and the chunk has to be requested again.
-    pub(crate) fn copy_to(&self, session: &Session, start: u64, target: &mut [u8]) -> Result<bool, ClientError> {
-        if !session.arena.copy_to(self.offset.saturating_add(start), target) {
+    pub(crate) fn copy_to(&self, attachment: &Attachment, start: u64, target: &mut [u8]) -> Result<bool, ClientError> {
+        if !attachment.arena.copy_to(self.offset.saturating_add(start), target) {
             return Err(OUTSIDE);
         }
-        if !self.is_held(session) {
+        if !self.is_held(attachment) {
             return Ok(false);
         }
-        self.mark(session);
-        session.count(Source::Asked, 1, target.len() as u64);
+        self.mark(attachment);
+        attachment.count(Source::Asked, 1, target.len() as u64);
         Ok(true)
     }
 }

@@ -20,6 +20,9 @@ use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::HEARTBEAT_POLLS;
 use dayfly_meta::status_page::StatusPage;
 
+/// A client looks for another server when the heartbeat has not changed for its timeout divided by this.
+const SILENCE_PARTS: u64 = 4;
+
 /// How long a client waits. The server sets both.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Timeouts {
@@ -58,12 +61,24 @@ pub(crate) struct Heartbeat {
     /// When the last poll was counted, in microseconds since `start`.
     polled_us: AtomicU64,
     start: Instant,
+    /// The heartbeat that [`Self::is_silent`] saw last, and when it was new, in milliseconds since some time before `start`.
+    last_beat: AtomicU64,
+    last_beat_ms: AtomicU64,
 }
 
 impl Heartbeat {
     pub(crate) fn new(status_page: StatusPage, timeouts: Timeouts) -> Self {
         let seen = AtomicU64::new(status_page.heartbeat());
-        Self { status_page, timeouts, seen, missed_polls: AtomicU32::new(0), polled_us: AtomicU64::new(0), start: Instant::now() }
+        Self {
+            last_beat: AtomicU64::new(status_page.heartbeat()),
+            last_beat_ms: AtomicU64::new(coarse_ms()),
+            status_page,
+            timeouts,
+            seen,
+            missed_polls: AtomicU32::new(0),
+            polled_us: AtomicU64::new(0),
+            start: Instant::now(),
+        }
     }
 
     pub(crate) fn status_page(&self) -> &StatusPage {
@@ -87,6 +102,25 @@ impl Heartbeat {
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
     }
 
+    /// Returns whether the heartbeat has not changed for a while, so that it is worth looking for another server. Returns `true` once
+    /// for each such while.
+    #[inline]
+    pub(crate) fn is_silent(&self) -> bool {
+        let beat = self.status_page.heartbeat();
+        let is_same = self.last_beat.load(Ordering::Relaxed) == beat;
+        let now_ms = coarse_ms();
+        if is_same && now_ms.saturating_sub(self.last_beat_ms.load(Ordering::Relaxed)) < self.silence_ms() {
+            return false;
+        }
+        self.last_beat.store(beat, Ordering::Relaxed);
+        self.last_beat_ms.store(now_ms, Ordering::Relaxed);
+        is_same
+    }
+
+    fn silence_ms(&self) -> u64 {
+        self.timeouts.heartbeat.as_millis() as u64 / SILENCE_PARTS
+    }
+
     /// Records that a thread has waited for one poll interval without an answer.
     pub(crate) fn record_poll(&self) -> io::Result<()> {
         self.check()?;
@@ -99,6 +133,12 @@ impl Heartbeat {
         }
         self.check()
     }
+}
+
+/// A clock that costs a few nanoseconds and is precise to a few milliseconds.
+fn coarse_ms() -> u64 {
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC_COARSE)
+        .map_or(0, |now| now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000)
 }
 
 #[cfg(test)]

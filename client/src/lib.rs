@@ -54,6 +54,7 @@
 
 mod arena;
 mod attach;
+mod attachment;
 mod batch;
 pub mod cancellation;
 pub mod current;
@@ -63,6 +64,7 @@ pub mod fault;
 mod fetch;
 pub mod fork;
 mod heartbeat;
+pub mod interruption;
 pub mod locate;
 mod order;
 mod pool;

@@ -359,14 +359,12 @@ impl SessionFolder {
 
     /// Returns the process id of a node's server, if it lives.
     pub fn pid(&self, node: NodeId) -> Option<i32> {
-        let path = self.lock_path(node);
-        is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
+        process_of_lock(&self.lock_path(node))
     }
 
     /// Returns the process id of the session's supervisor, if it lives on this machine.
     pub fn supervisor(&self) -> Option<i32> {
-        let path = self.folder.join(SUPERVISOR_LOCK);
-        is_locked(&path).then(|| fs::read_to_string(&path).ok()?.trim().parse().ok()).flatten()
+        process_of_lock(&self.folder.join(SUPERVISOR_LOCK))
     }
 
     /// Returns the workload manager's name for the job that the session belongs to.
@@ -459,6 +457,11 @@ fn lock_file(path: &Path) -> io::Result<Option<Flock<File>>> {
         Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
         Err((_, error)) => Err(error.into()),
     }
+}
+
+/// Returns the process that holds a lock, as it has written into the lock's file.
+pub(crate) fn process_of_lock(path: &Path) -> Option<i32> {
+    is_locked(path).then(|| fs::read_to_string(path).ok()?.trim().parse().ok()).flatten()
 }
 
 fn is_locked(path: &Path) -> bool {

@@ -1,12 +1,15 @@
 //! Reads blocks without a message if they are in this node's segments or in the arena, and otherwise with the server's help. One
 //! message can request many blocks.
 
+use std::cell::Cell;
+
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, BLOCK_SIZE_MAX, CHUNK_LEN, RECHECKS_MAX};
 use dayfly_meta::wire::status::Source;
 
-use crate::fetch::{ArrivedChunk, LeasedChunk, receive_chunks, release, request_chunks};
+use crate::attachment::{Attachment, Connection};
+use crate::fetch::{ArrivedChunk, LeasedChunk, receive_chunks, release, request_for};
 use crate::{ClientError, Dataset, Session};
 
 /// A whole block, verified against its checksums, as [`Session::read_blocks`] passes it to its callback.
@@ -21,9 +24,9 @@ pub struct BlockData<'a> {
     pub was_bad: bool,
 }
 
-/// A function that takes a chunk that arrived: its index in the request and its lease, or `None` instead of the lease if the chunk
-/// is now on this node's drives.
-type OnChunk<'a> = &'a mut dyn FnMut(usize, Option<LeasedChunk>) -> Result<(), ClientError>;
+/// A function that takes a chunk that arrived: the attachment through which it came, its index in the request and its lease, or `None`
+/// instead of the lease if the chunk is now on this node's drives.
+type OnChunk<'a> = &'a mut dyn FnMut(&Attachment, usize, Option<LeasedChunk>) -> Result<(), ClientError>;
 
 /// How many chunks of a large block one request names. The server reads ahead beyond them.
 const WINDOW: usize = 4;
@@ -72,15 +75,15 @@ impl Session {
         let (mut at, mut rechecks, mut is_restored) = (offset, 0, false);
         while at < end {
             let rest = &mut buffer[(at - offset) as usize..];
-            let recheck = match dataset.read_here(&self.arena, block, at, rest) {
+            let recheck = match dataset.read_here(block, at, rest) {
                 Ok(Some(source)) => {
                     self.check_not_gone(dataset)?;
-                    self.count(source, 1, rest.len() as u64);
+                    dataset.attachment().count(source, 1, rest.len() as u64);
                     return Ok(());
                 }
                 Ok(None) => false,
                 // The program has closed the library's descriptor of a segment.
-                Err(ClientError::Segment(_)) if !is_restored && !dataset.is_intact() => {
+                Err(ClientError::Segment(_)) if !is_restored && !dataset.is_intact() && !dataset.attachment().is_replaced() => {
                     self.restore(dataset)?;
                     is_restored = true;
                     continue;
@@ -89,6 +92,10 @@ impl Session {
                 Err(ClientError::Segment(_)) if rechecks < RECHECKS_MAX => true,
                 Err(error) => return Err(error),
             };
+            // The server that runs now finds no copy of its own by the locations of an earlier one.
+            if dataset.attachment().is_replaced() {
+                return self.read_part(&*self.renewed(dataset)?, block, at, rest);
+            }
             rechecks += usize::from(recheck);
             at += self.read_remote(dataset, block, at, rest, recheck)?;
         }
@@ -112,13 +119,13 @@ impl Session {
         let chunks: Vec<Chunk> =
             Chunk::all(block, block_len).filter(|chunk| chunk.index >= first.index && chunk.start() < end).take(WINDOW).collect();
         let mut has_arrived = vec![false; chunks.len()];
-        self.fetch(dataset, &chunks, recheck, &mut |index, leased| {
+        self.fetch(dataset, &chunks, recheck, &mut |attachment, index, leased| {
             let Some(leased) = leased else { return Ok(()) };
             let chunk = chunks[index];
             let Some(len) = chunk.len_in(block_len) else { return Err(ClientError::Protocol("an unknown block")) };
             let (from, to) = (offset.max(chunk.start()), end.min(chunk.start() + len));
             let target = &mut buffer[(from - offset) as usize..(to - offset) as usize];
-            has_arrived[index] = leased.copy_to(self, from - chunk.start(), target)?;
+            has_arrived[index] = leased.copy_to(attachment, from - chunk.start(), target)?;
             Ok(())
         })?;
         self.check_not_gone(dataset)?;
@@ -143,10 +150,10 @@ impl Session {
         for &block in blocks {
             let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
             buffer.resize(len as usize, 0);
-            let found = dataset.read_here(&self.arena, block, 0, &mut buffer);
+            let found = dataset.read_here(block, 0, &mut buffer);
             if let Ok(Some(source)) = found {
                 self.check_not_gone(dataset)?;
-                self.count(source, 1, len);
+                dataset.attachment().count(source, 1, len);
                 let was_bad = self.repair(dataset, block, &mut buffer)?;
                 let is_local = !was_bad && matches!(source, Source::Segment | Source::Cached);
                 on_block(BlockData { block, bytes: &buffer, is_local, was_bad })?;
@@ -176,7 +183,7 @@ impl Session {
         while !blocks.is_empty() {
             let chunks: Vec<Chunk> = blocks.iter().map(|&block| Chunk { block, index: 0 }).collect();
             let (mut local, mut bad, mut is_done) = (Vec::new(), Vec::new(), vec![false; blocks.len()]);
-            self.fetch(dataset, &chunks, false, &mut |index, leased| {
+            self.fetch(dataset, &chunks, false, &mut |attachment, index, leased| {
                 let block = blocks[index];
                 let Some(leased) = leased else {
                     is_done[index] = true;
@@ -185,7 +192,7 @@ impl Session {
                 };
                 let (_, len) = dataset.catalog().block(block).ok_or(ClientError::Protocol("an unknown block"))?;
                 buffer.resize(len as usize, 0);
-                if !leased.copy_to(self, 0, buffer)? {
+                if !leased.copy_to(attachment, 0, buffer)? {
                     return Ok(());
                 }
                 self.check_not_gone(dataset)?;
@@ -217,16 +224,18 @@ impl Session {
         self.check_not_gone(dataset)?;
         // If `on_chunk` fails, the rest of the answer is still received, so that the connection stays usable.
         let mut outcome = Ok(());
-        self.with_connection(|socket| {
-            request_chunks(socket, dataset.id(), chunks.to_vec(), recheck)?;
+        let has_begun = Cell::new(false);
+        self.with_connection(&|| !has_begun.get(), |Connection { socket, attachment }| {
+            socket.send(&request_for(dataset.id(), chunks.to_vec(), recheck))?;
             loop {
                 let answer = receive_chunks(socket, chunks.len())?;
                 let (lease, is_last) = (answer.lease, answer.is_last);
+                has_begun.set(true);
                 for (index, chunk) in answer.into_chunks() {
                     if outcome.is_ok() {
                         outcome = match chunk {
-                            ArrivedChunk::Leased(leased) => on_chunk(index, Some(leased)),
-                            ArrivedChunk::Local => on_chunk(index, None),
+                            ArrivedChunk::Leased(leased) => on_chunk(attachment, index, Some(leased)),
+                            ArrivedChunk::Local => on_chunk(attachment, index, None),
                             ArrivedChunk::Failed(error) => Err(error),
                         };
                     }
@@ -242,6 +251,8 @@ impl Session {
 
     /// Fails if the session has ended or the dataset was replaced. Bytes copied before a successful check are valid.
     fn check_not_gone(&self, dataset: &Dataset) -> Result<(), ClientError> {
-        if dataset.is_gone() || self.is_gone() { Err(ClientError::Gone) } else { Ok(()) }
+        let attachment = dataset.attachment();
+        let is_gone = dataset.is_gone() || attachment.is_gone() || attachment.is_replaced() && self.is_gone();
+        if is_gone { Err(ClientError::Gone) } else { Ok(()) }
     }
 }

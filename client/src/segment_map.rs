@@ -95,9 +95,12 @@ impl SegmentMap {
         Some(unsafe { std::slice::from_raw_parts(window.map.as_ptr().add(within as usize), len as usize) })
     }
 
-    /// Returns whether the first page of a mapped range is in memory.
-    pub(crate) fn is_resident(&self, offset: u64, len: u64) -> bool {
-        let Some(window) = self.mapped(offset).filter(|_| len > 0) else { return false };
+    /// Returns whether the first page of a range is in memory.
+    pub(crate) fn is_resident(&self, segment: &ReservedFd, offset: u64, len: u64) -> bool {
+        if len == 0 {
+            return false;
+        }
+        let Some(window) = self.window(segment, offset) else { return is_readable_at_once(segment, offset) };
         let page = (offset % SEGMENT_WINDOW_LEN) / PAGE_SIZE * PAGE_SIZE;
         let mut resident = 0_u8;
         let start = window.map.as_mut_ptr().wrapping_add(page as usize);
@@ -160,6 +163,16 @@ impl SegmentMap {
             }
         }
     }
+}
+
+/// Returns whether a byte of a segment can be read without waiting for the drive.
+fn is_readable_at_once(segment: &ReservedFd, offset: u64) -> bool {
+    let _deferral = cancellation::uninterrupted();
+    let Ok(segment) = segment.get() else { return false };
+    let mut byte = 0_u8;
+    let part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+    // SAFETY: one part, which has room for one byte.
+    unsafe { libc::preadv2(segment.as_raw_fd(), &raw const part, 1, offset as i64, libc::RWF_NOWAIT) == 1 }
 }
 
 /// Makes the drive begin to read a range that is not in memory, without waiting for it.

@@ -24,6 +24,7 @@ use nix::sys::time::TimeVal;
 
 use crate::ClientError;
 use crate::heartbeat::{Heartbeat, Timeouts};
+use crate::interruption;
 use crate::reserved_fd::ReservedFd;
 
 /// The maximum number of descriptors that one message carries: a catalog, locations, and one segment for
@@ -211,6 +212,9 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
         match call() {
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             done => return Ok(done?),
+        }
+        if interruption::is_requested() {
+            return Err(io::ErrorKind::Interrupted.into());
         }
         // Polls must be counted even if signals interrupt the program all the time.
         if poll_began.elapsed() < timeouts.shortest_poll_interval() {

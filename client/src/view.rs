@@ -14,7 +14,7 @@ use dayfly_meta::id::BlockId;
 use dayfly_meta::path::display;
 use nix::libc;
 
-use crate::batch::{RequestedSample, SampleRef};
+use crate::batch::{RequestedSample, SampleRef, WantedSamples};
 use crate::{Batch, ClientError, Dataset, Delivery, OnMissing, Session};
 pub use open::{Directory, DirectoryEntry, OpenFile, Opened};
 use resolve::ResolvedPath;
@@ -250,8 +250,8 @@ impl View {
     /// # Errors
     ///
     /// Same as for [`Session::read_many`].
-    pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<'_>, ClientError> {
-        self.session.begin_batch(self.requested(paths), delivery, on_missing)
+    pub fn read_many(&self, paths: &[&[u8]], delivery: Delivery, on_missing: OnMissing) -> Result<Batch<&Session>, ClientError> {
+        Batch::begin(&self.session, self.requested(paths), delivery, on_missing)
     }
 
     /// Reads whole files into buffers; see [`Session::read_many_into`].
@@ -265,19 +265,37 @@ impl View {
         buffers: &mut [&mut [u8]],
         on_missing: OnMissing,
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
-        self.session.fill_buffers(self.requested(paths), buffers, on_missing)
+        let datasets = self.session.datasets()?;
+        let mut wanted = WantedSamples::with_capacity(paths.len());
+        for path in paths {
+            if let Some((dataset, entry, _)) = self.find_plain(&datasets, path)
+                && let Some(sample) = entry.sample()
+            {
+                wanted.add(dataset, sample);
+                continue;
+            }
+            match self.request(path) {
+                Ok(SampleRef { dataset, sample }) => wanted.add(&dataset, sample),
+                Err(error) => wanted.add_error(error),
+            }
+        }
+        drop(datasets);
+        self.session.fill_buffers(wanted, buffers, on_missing)
     }
 
     fn requested(&self, paths: &[&[u8]]) -> Vec<RequestedSample> {
-        let request = |path: &&[u8]| match self.open(path) {
+        paths.iter().map(|path| self.request(path)).collect()
+    }
+
+    fn request(&self, path: &[u8]) -> RequestedSample {
+        match self.open(path) {
             Ok(file) => Ok(SampleRef { sample: file.sample, dataset: file.dataset }),
             Err(ViewError::Client(error)) => Err(error),
             Err(error) => {
                 let (path, reason) = (display(path), error.to_string());
                 Err(ClientError::Path { path, reason, errno: error.errno() })
             }
-        };
-        paths.iter().map(request).collect()
+        }
     }
 
     /// Returns the dataset that contains a path.

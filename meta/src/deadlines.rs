@@ -25,10 +25,12 @@ macro_rules! deadlines {
             /// The deadlines of a session unless its launcher sets others.
             pub const DEFAULT: Self = Self { $($name: $default,)+ };
 
-            /// Divides every deadline by `divisor`; 0 counts as 1.
+            /// Divides every deadline by `divisor`; 0 counts as 1. The deadline for a heartbeat is shortened less, because on a
+            /// busy machine a server may not run for half a second.
             pub fn scaled(&self, divisor: u32) -> Self {
                 let divisor = divisor.max(1);
-                Self { $($name: self.$name / divisor,)+ }
+                let scaled = Self { $($name: self.$name / divisor,)+ };
+                Self { heartbeat: self.heartbeat.min(scaled.server / 2), ..scaled }
             }
 
             /// Returns whether every deadline is at least a millisecond.
@@ -90,6 +92,9 @@ deadlines! {
     lost_after = Duration::from_secs(30);
     /// How long a server whose control channel was closed may take to dial the supervisor again before it counts as lost.
     reconnect = Duration::from_secs(2);
+    /// How long a new server may fail to catch up with the session before it gives up its place, and ends. Counted from its first
+    /// attempt. It is also the longest pause between two attempts.
+    catch_up = Duration::from_secs(10);
     /// How long a node may take to prepare a dataset: it reads the catalog from another node and checks all of it.
     prepare = Duration::from_secs(300);
     /// How long a batch waits for room at its owner, whose drive may be slow. This is back
@@ -179,6 +184,7 @@ impl Deadlines {
             ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lease), "a server stops publishing before it exits";
             ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lost_after), "a silent server stops publishing before it counts as lost";
             ms(self.lease_interval) <= ms(self.reconnect), "a closed control channel is noticed by the next renewal";
+            ms(self.progress_interval) * 8 <= ms(self.catch_up), "a new server tries several times to catch up";
             ms(self.peer_lost) < ms(self.lost_after), "a connection between servers is replaced before either server counts as lost";
             ms(self.progress_interval) * 4 <= ms(self.stall), "a stage-in counts as stalled only after several reports without progress";
             self.are_all_some(), "each is at least a millisecond";
@@ -198,6 +204,8 @@ mod tests {
             assert_eq!(scaled.check(), Ok(()), "{divisor}");
         }
         assert_eq!(Deadlines::DEFAULT.scaled(10).request, Duration::from_millis(500));
+        assert_eq!(Deadlines::DEFAULT.scaled(10).heartbeat, Duration::from_millis(1500));
+        assert_eq!(Deadlines::DEFAULT.scaled(1), Deadlines::DEFAULT);
     }
 
     #[test]

@@ -88,6 +88,9 @@ pub const PROBE_ROUNDS: u32 = 4;
 pub const DATASETS_MAX: usize = 1024;
 /// Drives (data dirs) of a node. A location names its drive in 8 bits.
 pub const DRIVES_MAX: usize = 64;
+/// Open files that a server must be allowed to have. With 16 nodes and nothing to do it has 114, and each client and each dataset
+/// takes a few more.
+pub const SERVER_DESCRIPTORS_MIN: u64 = 256;
 /// Processes attached to one server.
 pub const CLIENTS_MAX: usize = 4096;
 
@@ -320,8 +323,14 @@ pub const COPY_PART_LEN: u64 = 512 << 10;
 pub const COPY_REQUESTS: usize = 2;
 /// Blocks that a node sorts at once to copy them in the order in which they lie on their owners' drives.
 pub const COPY_WINDOW_BLOCKS: usize = 4 << 20;
+/// How long a node does not ask a holder again for a block of which that holder had no good copy. Longer than any request.
+pub const BAD_HOLDER_PAUSE: Duration = Duration::from_secs(60);
 /// Nodes that did not have a block of which they are holders: so many are remembered, and are not asked for that block again.
 pub const BAD_HOLDERS_MAX: usize = 64 << 10;
+/// How long a node asks others for the blocks of a peer that has answered that it does not know the dataset.
+pub const UNAWARE_PAUSE: Duration = Duration::from_secs(1);
+/// Peers that did not know a dataset: so many are remembered.
+pub const UNAWARE_MAX: usize = 64 << 10;
 /// Samples of a dataset that a node looks at to find how many bytes of lost nodes' blocks it takes over. Of a larger dataset it
 /// looks at a part.
 pub const TAKEN_OVER_SAMPLES_MAX: u32 = 1 << 20;
@@ -452,6 +461,17 @@ pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// Size up to which a file is copied into memory for a program that cannot use the preload library. Larger files are copied to a
 /// data dir.
 pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
+/// A mapping needs at least this many bytes of a block before all processes of the node share one copy of the block. Fewer bytes
+/// are copied for each process.
+pub const SHARED_COPY_LEN_MIN: u64 = 1 << 20;
+/// A mapping that needs less than one part in this many of a block does not bring in all of the block.
+pub const SHARED_COPY_PARTS: u64 = 4;
+/// The most blocks of which a server keeps copies for mappings. Each costs it a descriptor.
+pub const SHARED_COPIES_MAX: usize = 1024;
+/// How long a process waits for another one that makes a copy of a block. Then it makes a copy of its own.
+pub const SHARED_COPY_PATIENCE: Duration = Duration::from_secs(10);
+/// How often it asks whether the copy is complete.
+pub const SHARED_COPY_INTERVAL: Duration = Duration::from_millis(5);
 
 /// The kernel probes a silent connection at this interval.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
@@ -461,12 +481,33 @@ pub const KEEP_ALIVE_PROBES: u32 = 3;
 pub const HEARTBEAT_POLLS: u32 = 20;
 /// Time within which all servers must be ready after `up`, if `--start-timeout` is not given.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long readers wait for blocks of compressed tars that are read again after the loss of a node, unless `--recovery-timeout` says
+/// otherwise.
+pub const RECOVERY_TIMEOUT_DEFAULT: Duration = Duration::from_secs(600);
+/// Blocks of one compressed tar that a node reads again at once. Each takes 16 bytes of memory meanwhile.
+pub const STREAM_BLOCKS_MAX: usize = 16 << 20;
+/// Parts of a compressed tar, of about [`RECOVERY_WRITE_LEN`] bytes each, that wait to be stored.
+pub const STREAM_PARTS_WAITING_MAX: usize = 2;
+/// How often a node asks at first, and at most, whether a block of a compressed tar is there.
+pub const STREAM_ASKED_INTERVAL_MIN: Duration = Duration::from_millis(100);
+/// How often a node asks after a while.
+pub const STREAM_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(1);
+/// Compressed tars whose state a node remembers.
+pub const STREAMS_MAX: usize = 64 << 10;
+/// How often the supervisor starts a new server for a node whose server has died, before it leaves that to the user.
+pub const REPLACEMENTS_MAX: u32 = 3;
+/// Requests for new servers that wait to be sent to the supervisor.
+pub const REJOINS_WAITING_MAX: usize = 8;
 /// A session with at most this many nodes tries every pair of them at its start. In larger sessions
 /// each node tries the nodes that come 1, 2, 4, 8 ... places after it in the roster.
 pub const PAIRS_ALL_TRIED_NODES: usize = 16;
 /// Children of a node in the tree along which the roster travels, and servers that a server starts
 /// if the launcher has no tree of its own.
 pub const TREE_WIDTH: usize = 16;
+/// The supervisor of a larger session renews leases along a tree of its servers.
+pub const LEASE_TREE_NODES: usize = 1024;
+/// A server that such a tree has not reached in this many intervals of the lease contacts the supervisor itself.
+pub const LEASE_TREE_PATIENCE: u32 = 3;
 /// How many pairs of nodes that fell back to TCP are named when the session starts. `status` names
 /// all of them.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;

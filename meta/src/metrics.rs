@@ -94,8 +94,10 @@ metrics! {
         |node| one(node.served.bytes);
     "dayfly_owner_bytes_total" Counter "owner" "Bytes received from each owner."
         |node| by_owner(node, |owner| owner.reads.bytes as f64);
-    "dayfly_owner_requests_total" Counter "owner" "Requests sent to each owner."
+    "dayfly_owner_requests_total" Counter "owner" "Requests that each owner answered."
         |node| by_owner(node, |owner| owner.requests as f64);
+    "dayfly_owner_failures_total" Counter "owner" "Requests to each owner that failed, for example because it did not answer."
+        |node| by_owner(node, |owner| owner.failures as f64);
     "dayfly_owner_busy_seconds_total" Counter "owner" "Total time that requests to each owner took."
         |node| by_owner(node, |owner| owner.busy_us as f64 / 1e6);
     "dayfly_damaged_total" Counter "hop" "Blocks and chunks whose bytes differed from those that were staged in. The hop says where this node found the damage: in a block shipped to it, in a chunk fetched from an owner, in its arena, in a cached block, or in a block that it owns."

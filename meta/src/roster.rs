@@ -11,7 +11,7 @@ use crate::id::NodeId;
 use crate::placement::NodeSet;
 
 /// A member of a session.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct RosterMember {
     /// Where peers reach the member's server.
     pub address: SocketAddr,
@@ -22,7 +22,7 @@ pub struct RosterMember {
 }
 
 /// The members of a session.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Roster {
     epoch: u32,
     coordinator: NodeId,
@@ -38,6 +38,21 @@ pub struct RosterChange {
     pub coordinator: u16,
     /// All members that are not as they were when the session began.
     pub members: Vec<(u16, RosterMember)>,
+}
+
+/// A renewal of the leases of all members, which travels down a tree of them.
+#[derive(rkyv::Archive, rkyv::Serialize, rkyv::Deserialize, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
+pub struct LeaseRound {
+    /// Rounds are numbered in order, from 1.
+    pub number: u64,
+    /// The membership epoch. The round renews the leases of servers that know this epoch.
+    pub epoch: u32,
+    /// The node that gets the round from the supervisor.
+    pub root: u16,
+    /// To how many nodes each node passes the round on.
+    pub width: u16,
+    /// The members that the supervisor has not heard in the last rounds.
+    pub unheard: Vec<u16>,
 }
 
 impl Roster {

@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use dayfly_meta::id::{DatasetId, NodeId};
@@ -31,8 +32,14 @@ enum Cause {
     Ask(#[from] PeerError),
     #[error("node {0} has less of a catalog than it announced")]
     ShortCatalog(NodeId),
-    #[error("there is no room for the catalog of '{0}'")]
-    NoRoom(String),
+    #[error("no other node has the catalog of '{0}' anymore")]
+    NoHolder(String),
+    #[error(
+        "there is no room for the catalog of '{dataset}' ({len} bytes) in the data dir '{}', where this server may take {free} more \
+         bytes; make room there",
+        data_dir.display()
+    )]
+    NoRoom { dataset: String, len: u64, data_dir: PathBuf, free: u64 },
     #[error("cannot write a catalog: {0}")]
     Write(#[from] std::io::Error),
     #[error(transparent)]
@@ -59,18 +66,25 @@ pub(crate) struct CatchUp {
     pub(crate) arena: Arena,
     pub(crate) room: Arc<Room>,
     pub(crate) blocking: Arc<dyn Blocking>,
-    /// Held while the node catches up, because two tasks may want to at once.
-    pub(crate) running: tokio::sync::Mutex<()>,
+    /// The datasets with which this node returned, until it has looked again which of them still exist. Locked while the node
+    /// catches up, because two tasks may want to at once.
+    pub(crate) brought: tokio::sync::Mutex<HashSet<DatasetId>>,
 }
 
 impl CatchUp {
-    /// Makes this node's datasets the same as the coordinator's.
+    /// Makes the datasets of this node, which is not a member, the same as the coordinator's.
     pub(crate) async fn catch_up(&self) -> Result<(), CatchUpError> {
-        let _running = self.running.lock().await;
-        Ok(self.run().await?)
+        let mut brought = self.brought.lock().await;
+        Ok(self.catch_up_locked(&mut brought).await?)
     }
 
-    async fn run(&self) -> Result<(), Cause> {
+    /// Looks for what has changed since this node caught up, now that it is a member again.
+    pub(crate) async fn look_again(&self) -> Result<(), CatchUpError> {
+        let mut brought = self.brought.lock().await;
+        Ok(self.look_again_locked(&mut brought).await?)
+    }
+
+    async fn catch_up_locked(&self, brought: &mut HashSet<DatasetId>) -> Result<(), Cause> {
         let (coordinator, listed) = self.list().await?;
         if coordinator == self.peers.own_node() {
             return Ok(());
@@ -78,11 +92,70 @@ impl CatchUp {
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // What this node took part in has ended meanwhile, one way or the other.
         self.stage_ins.end_all(&wanted).await?;
-        let is_gone = |dataset: &Arc<Dataset>| !wanted.contains(&dataset.id());
-        for dataset in self.store.datasets().into_iter().filter(is_gone) {
+        self.drop_gone(|dataset| wanted.contains(&dataset)).await?;
+        self.add_new(coordinator, listed).await?;
+        *brought = wanted;
+        Ok(())
+    }
+
+    async fn look_again_locked(&self, brought: &mut HashSet<DatasetId>) -> Result<(), Cause> {
+        let (coordinator, listed) = self.list().await?;
+        if coordinator == self.peers.own_node() {
+            return Ok(());
+        }
+        let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
+        // Stage-ins in which this node takes part began after its return. The coordinator does not list their datasets before all
+        // nodes show them.
+        self.drop_gone(|dataset| wanted.contains(&dataset) || !brought.contains(&dataset)).await?;
+        self.add_new(coordinator, listed).await?;
+        brought.clear();
+        Ok(())
+    }
+
+    async fn drop_gone(&self, exists: impl Fn(DatasetId) -> bool) -> Result<(), Cause> {
+        for dataset in self.store.datasets().into_iter().filter(|dataset| !exists(dataset.id())) {
             tracing::info!(dataset = dataset.id().0, "this dataset has disappeared while this node was lost");
             self.drop_dataset(dataset).await?;
         }
+        Ok(())
+    }
+
+    /// Takes the datasets that other nodes show and this node, the new coordinator, does not: they appeared before it was a member
+    /// again, and its predecessor could not tell it of them anymore.
+    pub(crate) async fn take(&self, shown: Vec<ListedDataset>) -> Result<(), CatchUpError> {
+        let _brought = self.brought.lock().await;
+        Ok(self.take_locked(shown).await?)
+    }
+
+    /// The newest dataset comes first, because it has replaced older ones at the same target. A node that has not heard of it still
+    /// shows these.
+    async fn take_locked(&self, mut shown: Vec<ListedDataset>) -> Result<(), Cause> {
+        shown.sort_by_key(|listed| std::cmp::Reverse(listed.dataset));
+        let mut are_any_taken = false;
+        for listed in shown {
+            let is_newer = |own: &Arc<Dataset>| own.target() == listed.target && own.id() >= listed.dataset;
+            if self.store.datasets().iter().any(is_newer) {
+                continue;
+            }
+            tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
+            let roster = self.peers.roster();
+            let mut taken = Err(Cause::NoHolder(dayfly_meta::path::display(&listed.target)));
+            for node in roster.live().filter(|node| *node != self.peers.own_node()) {
+                taken = self.add(node, listed.clone()).await;
+                if taken.is_ok() {
+                    break;
+                }
+            }
+            taken?;
+            are_any_taken = true;
+        }
+        if are_any_taken {
+            self.room.plan_cache().await?;
+        }
+        Ok(())
+    }
+
+    async fn add_new(&self, coordinator: NodeId, listed: Vec<ListedDataset>) -> Result<(), Cause> {
         for listed in listed {
             if self.store.dataset(listed.dataset).is_none() {
                 tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
@@ -92,12 +165,15 @@ impl CatchUp {
         Ok(self.room.plan_cache().await?)
     }
 
-    /// Asks the coordinator for its datasets. A new coordinator is not ready at once.
+    /// Asks the coordinator for its datasets. A new coordinator is not ready at once. If this node has only heard of a new one by its
+    /// requests, the old one must not answer, for it does not know what the new one has published.
     async fn list(&self) -> Result<(NodeId, Vec<ListedDataset>), Cause> {
         let (start, deadlines) = (Instant::now(), *self.peers.deadlines());
         loop {
-            let coordinator = self.peers.roster().coordinator();
-            match self.peers.ask(coordinator, CoordinatorRequest::Datasets, deadlines.request).await {
+            let roster = self.peers.roster();
+            let coordinator = roster.coordinator();
+            let request = CoordinatorRequest::Datasets { epoch: self.stage_ins.newest_epoch() };
+            match self.peers.ask(coordinator, request, deadlines.request).await {
                 Ok(CoordinatorReply::Datasets(listed)) => return Ok((coordinator, listed)),
                 Ok(_) => return Err(PeerError::InvalidAnswer(coordinator).into()),
                 Err(error) if start.elapsed() > deadlines.lost_after => return Err(error.into()),
@@ -117,7 +193,8 @@ impl CatchUp {
         let drive = self.store.roomiest_drive();
         let mut room = Reservation::empty(&drive);
         if !(room.grow(listed.len) || self.room.make_room(listed.len).await? && room.grow(listed.len)) {
-            return Err(Cause::NoRoom(dayfly_meta::path::display(&listed.target)));
+            let (dataset, data_dir) = (dayfly_meta::path::display(&listed.target), drive.path().to_owned());
+            return Err(Cause::NoRoom { dataset, len: listed.len, data_dir, free: drive.free() });
         }
         let file = self.fetch_catalog(&drive, from, &listed).await?;
         let (me, nodes, drives) = (self.peers.own_node(), self.peers.count(), self.store.drives().to_vec());
@@ -128,9 +205,14 @@ impl CatchUp {
                 NewDataset { id, request, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
             Ok(new.prepare(me, nodes, None)?)
         });
-        let dataset = preparing.await??;
-        self.store.show(Arc::new(dataset), None);
-        Ok(())
+        let dataset = Arc::new(preparing.await??);
+        let is_older = |own: &Arc<Dataset>| own.target() == dataset.target();
+        let replaced = self.store.datasets().into_iter().find(is_older);
+        self.store.show(dataset, replaced.as_ref().map(|replaced| replaced.id()));
+        match replaced {
+            Some(replaced) => self.drop_dataset(replaced).await,
+            None => Ok(()),
+        }
     }
 
     async fn fetch_catalog(&self, drive: &Drive, from: NodeId, listed: &ListedDataset) -> Result<std::fs::File, Cause> {

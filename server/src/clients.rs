@@ -25,9 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{DatasetId, NodeId, SampleId, SessionId};
+use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId, SessionId};
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
-use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::local::{BlockCopy, FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode};
 use nix::unistd::geteuid;
 use tokio::net::UnixListener;
@@ -35,6 +35,7 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 
 use crate::arena::{Arena, Lease, LeaseHolder};
+use crate::blocking::Blocking;
 use crate::fetch::Fetcher;
 use crate::membership::Membership;
 use crate::peers::Peers;
@@ -42,7 +43,7 @@ use crate::prefetch::{Prefetcher, SampleOrder};
 use crate::processes::{Attachment, Processes, exit_of};
 use crate::stats::ClientReads;
 use crate::status::StatusReporter;
-use crate::store::Store;
+use crate::store::{Filling, Share, Store};
 use read_ahead::ReadAhead;
 use socket::{Receiver, Sender};
 
@@ -67,6 +68,7 @@ pub(crate) struct ClientContext {
     pub(crate) client_reads: Arc<ClientReads>,
     pub(crate) membership: Arc<Membership>,
     pub(crate) status: Arc<StatusReporter>,
+    pub(crate) blocking: Arc<dyn Blocking>,
 }
 
 impl ClientContext {
@@ -85,6 +87,11 @@ impl ClientListener {
     /// Binds the node's socket in the session's folder, and starts to serve.
     pub(crate) fn start(context: ClientContext) -> io::Result<Self> {
         let path = context.runtime_dir.join(format!("node-{}.sock", context.node));
+        // This node's lock is held, so the socket of an earlier server, which was killed, belongs to nobody.
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
         let listener = UnixListener::bind(&path)?;
         fs::set_permissions(&path, Permissions::from_mode(0o600))?;
         let mut tasks = JoinSet::new();
@@ -102,16 +109,26 @@ impl Drop for ClientListener {
 }
 
 async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
+    // Without this, a program would not find a dataset that the server of this node has shown before.
+    context.membership.opened().await;
     let permits = Arc::new(Semaphore::new(CLIENTS_MAX));
     let mut clients = JoinSet::new();
+    let mut failures = 0_u64;
     loop {
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let accepted = listener.accept().await;
         while clients.try_join_next().is_some() {}
         let stream = match accepted {
-            Ok((stream, _)) => stream,
+            Ok((stream, _)) => {
+                failures = 0;
+                stream
+            }
             Err(error) => {
-                tracing::warn!(%error, "cannot accept a client");
+                failures += 1;
+                // The first, the second, the fourth, ...: the cause may last for hours.
+                if failures.is_power_of_two() {
+                    tracing::warn!(%error, failures, "cannot accept a client");
+                }
                 tokio::time::sleep(ACCEPT_PAUSE).await;
                 continue;
             }
@@ -153,6 +170,8 @@ struct Client {
     read_ahead: ReadAhead,
     /// A sample order that is still arriving in parts.
     order: SampleOrder,
+    /// The copy of a block that the client fills. If the connection ends before that, the copy is given up.
+    filling: Option<Filling>,
     /// The task that reads ahead along the connection's sample order. It ends with the connection.
     tasks: JoinSet<()>,
 }
@@ -172,6 +191,7 @@ impl Client {
             context,
             read_ahead: ReadAhead::default(),
             order: SampleOrder::default(),
+            filling: None,
             tasks: JoinSet::new(),
         }
     }
@@ -217,6 +237,8 @@ impl Client {
             FromClient::Order { dataset, samples, is_last } => self.order(dataset, samples, is_last).await,
             FromClient::Spill { len } => self.spill(len).await,
             FromClient::Control(command) => self.control(command).await,
+            FromClient::ShareBlock { dataset, block } => self.share_block(dataset, block).await,
+            FromClient::BlockFilled => self.finish_block().await,
         }
     }
 
@@ -276,6 +298,35 @@ impl Client {
         };
         self.tasks.spawn(self.context.prefetcher.clone().run(dataset, order));
         self.sender.send(&FromServer::Ordered, &[]).await
+    }
+
+    /// Answers with the copy of a block that all processes of this node map, or assigns it to the client.
+    async fn share_block(&mut self, dataset: DatasetId, block: BlockId) -> io::Result<()> {
+        self.filling = None;
+        let store = self.context.store.clone();
+        let shared = self.context.blocking.run(move || store.share_block(dataset, block)).await;
+        match shared.map_err(io::Error::other)? {
+            Ok(Share::Whole(file)) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Whole), &[&file]).await,
+            Ok(Share::Busy) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Busy), &[]).await,
+            Ok(Share::Assigned(filling)) => {
+                let filling = self.filling.insert(filling);
+                self.sender.send(&FromServer::BlockCopy(BlockCopy::Assigned), &[filling.file()]).await
+            }
+            Err(error) => self.refuse(&error.to_string()).await,
+        }
+    }
+
+    /// Gives the copy that the client has filled to all processes.
+    async fn finish_block(&mut self) -> io::Result<()> {
+        let Some(filling) = self.filling.take() else { return self.refuse("no copy of a block was assigned").await };
+        let finished = self.context.blocking.run(move || filling.finish()).await;
+        match finished.map_err(io::Error::other)? {
+            Ok(file) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Whole), &[&file]).await,
+            Err(error) => {
+                tracing::warn!(%error, "a process has failed to copy a block");
+                self.refuse(&error.to_string()).await
+            }
+        }
     }
 
     /// Creates an unnamed file for a program that needs a real file. The space is not reserved, because the server

@@ -33,23 +33,24 @@ mod stall;
 mod subscriptions;
 mod term;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::STAGE_INS_MAX;
 use dayfly_meta::path::is_below;
-use dayfly_meta::wire::control::StageInRequest;
+use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_meta::wire::peer::{CoordinatorReply, ListedDataset, Rejection, UnitReport};
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::blocking::Blocking;
+use crate::catch_up::CatchUp;
 use crate::membership::Membership;
 use crate::peers::Peers;
 use crate::room::Room;
 use crate::stage_in::NodeStageIns;
-use crate::store::{Dataset, Store};
+use crate::store::Store;
 use error::CoordinatorError;
 pub(crate) use request::stage_in;
 pub(crate) use stage_in::{CoordinatedStageIn, NodeReport};
@@ -75,6 +76,7 @@ pub(crate) struct CoordinatorContext {
     /// This node's own parts of stage-ins. They take the finished catalog without a copy.
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) membership: Arc<Membership>,
+    pub(crate) catch_up: Arc<CatchUp>,
     pub(crate) blocking: Arc<dyn Blocking>,
 }
 
@@ -88,8 +90,8 @@ impl CoordinatorContext {
 pub(crate) struct Coordinator {
     context: CoordinatorContext,
     permits: Semaphore,
-    /// The targets of stage-ins that are running or waiting, with the numbers of their requests.
-    targets: Mutex<Vec<(Vec<u8>, u64)>>,
+    /// The targets of stage-ins that are running or waiting.
+    targets: Mutex<Vec<ClaimedTarget>>,
     registry: Registry,
     term: Term,
     subscriptions: Subscriptions,
@@ -129,10 +131,10 @@ impl Coordinator {
         &self.subscriptions
     }
 
-    /// Returns whether a stage-in with this number is running.
+    /// Returns whether this node coordinates any stage-in.
     #[cfg(test)]
-    pub(crate) fn is_running(&self, number: u64) -> bool {
-        self.registry.get(number).is_some()
+    pub(crate) fn is_any_running(&self) -> bool {
+        !self.registry.running().is_empty()
     }
 
     /// Answers a worker that has finished units and wants more.
@@ -163,20 +165,15 @@ impl Coordinator {
     }
 
     /// Returns the datasets of the session.
-    pub(crate) fn list_datasets(&self) -> Result<Vec<ListedDataset>, SubscriptionError> {
-        // A coordinator that has just heard that it was lost may show datasets that are gone.
-        let is_coordinator = self.context.peers.roster().coordinator() == self.context.node;
+    pub(crate) fn list_datasets(&self, epoch: u32) -> Result<Vec<ListedDataset>, SubscriptionError> {
+        // A coordinator that has just heard that it was lost may show datasets that are gone. One that has not heard of this epoch
+        // may publish a dataset without asking the node that asks now.
+        let roster = self.context.peers.roster();
+        let is_coordinator = roster.coordinator() == self.context.node && roster.epoch() >= epoch;
         if !is_coordinator || !self.term.is_ready() {
             return Err(SubscriptionError::NotCoordinator);
         }
-        let listed = |dataset: &Arc<Dataset>| ListedDataset {
-            dataset: dataset.id(),
-            request: dataset.request(),
-            target: dataset.target().to_vec(),
-            len: dataset.catalog().header().file_len,
-            checksum: dataset.catalog_checksum(),
-        };
-        Ok(self.context.store.datasets().iter().map(listed).collect())
+        Ok(self.context.store.listed())
     }
 
     /// Fails a stage-in, because it failed on a node.
@@ -190,7 +187,7 @@ impl Coordinator {
 /// The stage-ins that are running, and the outcomes of those that have ended.
 #[derive(Default)]
 struct Registry {
-    running: Mutex<HashMap<u64, Arc<CoordinatedStageIn>>>,
+    running: Mutex<BTreeMap<u64, Arc<CoordinatedStageIn>>>,
     /// Stage-ins that have become datasets. A node that missed the request to settle learns the outcome from the answer to its
     /// next report.
     published: Mutex<HashSet<u64>>,
@@ -225,35 +222,59 @@ impl Registry {
         }
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<u64, Arc<CoordinatedStageIn>>> {
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Arc<CoordinatedStageIn>>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+struct ClaimedTarget {
+    target: Vec<u8>,
+    /// The number of the stage-in's request.
+    id: u64,
+    events: mpsc::Sender<Event>,
+}
+
+/// Why a target cannot be claimed.
+#[derive(Debug, PartialEq, Eq)]
+enum ClaimError {
+    /// The stage-in that has claimed it was canceled, or its user has lost it and asks again. It is about to end.
+    Ending,
+    /// A running stage-in has claimed this target, which overlaps.
+    Claimed(Vec<u8>),
+}
+
 /// A claim on a target: until it is dropped, no other stage-in may have a target above, below or equal to it.
 struct TargetClaim<'a> {
-    targets: &'a Mutex<Vec<(Vec<u8>, u64)>>,
+    targets: &'a Mutex<Vec<ClaimedTarget>>,
     target: Vec<u8>,
 }
 
 impl<'a> TargetClaim<'a> {
-    /// Claims a target for the request `id`, or returns the target that another stage-in has claimed and that overlaps this one, with
-    /// the number of that stage-in's request.
-    fn new(targets: &'a Mutex<Vec<(Vec<u8>, u64)>>, target: &[u8], id: u64) -> Result<Self, (Vec<u8>, u64)> {
+    /// Claims a target for the request `id`, whose user receives `events`.
+    fn new(
+        targets: &'a Mutex<Vec<ClaimedTarget>>,
+        target: &[u8],
+        id: u64,
+        events: &mpsc::Sender<Event>,
+    ) -> Result<Self, ClaimError> {
         let mut claimed = targets.lock().unwrap_or_else(PoisonError::into_inner);
-        let overlaps = |(other, _): &&(Vec<u8>, u64)| other == target || is_below(other, target) || is_below(target, other);
-        if let Some(other) = claimed.iter().find(overlaps) {
-            return Err(other.clone());
+        let overlaps =
+            |other: &&ClaimedTarget| other.target == target || is_below(&other.target, target) || is_below(target, &other.target);
+        match claimed.iter().find(overlaps) {
+            Some(other) if other.id == id || other.events.is_closed() => Err(ClaimError::Ending),
+            Some(other) => Err(ClaimError::Claimed(other.target.clone())),
+            None => {
+                claimed.push(ClaimedTarget { target: target.to_vec(), id, events: events.clone() });
+                Ok(Self { targets, target: target.to_vec() })
+            }
         }
-        claimed.push((target.to_vec(), id));
-        Ok(Self { targets, target: target.to_vec() })
     }
 }
 
 impl Drop for TargetClaim<'_> {
     fn drop(&mut self) {
         let mut claimed = self.targets.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(at) = claimed.iter().position(|(target, _)| *target == self.target) {
+        if let Some(at) = claimed.iter().position(|claimed| claimed.target == self.target) {
             claimed.swap_remove(at);
         }
     }
@@ -263,6 +284,23 @@ impl Drop for TargetClaim<'_> {
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "A `stage-in` to the target of an interrupted one that has not ended yet waits until it has."
+    #[test]
+    fn a_target_is_claimed_until_its_stage_in_ends_and_a_canceled_one_is_waited_for() {
+        let (targets, (sender, receiver)) = (Mutex::default(), mpsc::channel(1));
+        let claim = |target: &[u8], id| TargetClaim::new(&targets, target, id, &sender);
+        let first = claim(b"a/b", 1);
+        for overlapping in [&b"a/b"[..], b"a", b"a/b/c"] {
+            assert_eq!(claim(overlapping, 2).err(), Some(ClaimError::Claimed(b"a/b".to_vec())));
+            assert_eq!(claim(overlapping, 1).err(), Some(ClaimError::Ending), "the same request is sent again");
+        }
+        assert!(claim(b"a/bc", 2).is_ok(), "it does not overlap");
+        drop(receiver);
+        assert_eq!(claim(b"a", 2).err(), Some(ClaimError::Ending), "the first is canceled");
+        drop(first);
+        assert!(claim(b"a", 2).is_ok());
+    }
+
     #[test]
     fn a_report_after_the_end_is_answered_with_the_outcome() {
         let registry = Registry::default();
@@ -270,17 +308,5 @@ mod tests {
         assert_eq!(report(), CoordinatorReply::Abort, "a node that shows the dataset already must hide it again");
         registry.set_published(5);
         assert_eq!(report(), CoordinatorReply::Settle);
-    }
-
-    #[test]
-    fn a_target_is_claimed_once_and_released() {
-        let targets = Mutex::default();
-        let claim = TargetClaim::new(&targets, b"a/b", 7).ok().unwrap();
-        for other in [&b"a/b"[..], b"a", b"a/b/c"] {
-            assert_eq!(TargetClaim::new(&targets, other, 8).err().unwrap(), (b"a/b".to_vec(), 7));
-        }
-        assert!(TargetClaim::new(&targets, b"a/bc", 8).is_ok());
-        drop(claim);
-        assert!(TargetClaim::new(&targets, b"a", 8).is_ok());
     }
 }

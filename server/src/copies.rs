@@ -7,7 +7,7 @@ use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, COPY_PART_LEN, FETCH_ATTEMPTS_MAX};
-use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
+use dayfly_meta::wire::peer::{ReadReply, ReadRequest, RejectionKind};
 
 use crate::blocking::{Blocking, JobLost};
 use crate::peers::{PeerError, Peers};
@@ -26,6 +26,12 @@ impl CopyError {
     /// Returns whether the holder cannot be reached, or does not answer.
     pub(crate) fn is_absence(&self) -> bool {
         matches!(self, Self::Peer(error) if error.is_absence())
+    }
+
+    /// Returns whether the holder does not know the dataset. If it has prepared it before, it has returned since, or a new server took
+    /// its place.
+    pub(crate) fn is_unknown_dataset(&self) -> bool {
+        matches!(self, Self::Peer(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchDataset)
     }
 }
 
@@ -48,8 +54,8 @@ pub(crate) fn parts(dataset: &Dataset, chunks: impl IntoIterator<Item = Chunk>) 
     parts
 }
 
-/// Reads chunks of one part from a holder. `None` stands for a chunk that the holder does not have, or has sent damaged several
-/// times.
+/// Reads chunks of one part from a holder. With `takes_over`, the holder reads from their origins those that it does not have. `None`
+/// stands for a chunk that the holder does not have, or has sent damaged several times.
 ///
 /// # Errors
 /// The holder cannot be reached, or rejects the request.
@@ -59,6 +65,7 @@ pub(crate) async fn pull(
     dataset: &Arc<Dataset>,
     holder: NodeId,
     chunks: &[Chunk],
+    takes_over: bool,
 ) -> Result<Vec<Option<Vec<u8>>>, CopyError> {
     let mut found: Vec<Option<Vec<u8>>> = vec![None; chunks.len()];
     for attempt in 0..FETCH_ATTEMPTS_MAX {
@@ -67,7 +74,7 @@ pub(crate) async fn pull(
             break;
         }
         let wanted: Vec<Chunk> = missing.iter().map(|&index| chunks[index]).collect();
-        let (read, is_final) = pull_once(peers, blocking, dataset, holder, wanted, attempt > 0).await?;
+        let (read, is_final) = pull_once(peers, blocking, dataset, holder, wanted, (attempt > 0, takes_over)).await?;
         for (index, bytes) in missing.into_iter().zip(read) {
             found[index] = bytes;
         }
@@ -85,7 +92,7 @@ async fn pull_once(
     dataset: &Arc<Dataset>,
     holder: NodeId,
     chunks: Vec<Chunk>,
-    recheck: bool,
+    (recheck, takes_over): (bool, bool),
 ) -> Result<(Vec<Option<Vec<u8>>>, bool), CopyError> {
     let timeout = peers.deadlines().request;
     let mut slots = Vec::with_capacity(chunks.len());
@@ -93,7 +100,7 @@ async fn pull_once(
         let len = dataset.chunk(chunk).map_or(0, |info| info.len);
         slots.push(peers.exchange_slot(len).await?);
     }
-    let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.clone(), recheck, takes_over: false };
+    let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.clone(), recheck, takes_over };
     let (reply, pulled) = peers.pull_pieces(holder, request, slots, timeout).await?;
     let ReadReply::Chunks { missing, .. } = reply else { return Err(PeerError::InvalidAnswer(holder).into()) };
     if pulled.slots.len() != chunks.len() || pulled.lens.len() != chunks.len() {

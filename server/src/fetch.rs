@@ -14,6 +14,7 @@
 //! - [`verify`] compares the bytes that an owner sent with the catalog's checksums.
 //! - [`takeover`] chooses other nodes while the owner does not answer.
 //! - [`recover`] reads and stores the blocks of lost nodes in the background.
+//! - [`streams`] makes readers wait for blocks of compressed tars that are read again.
 //! - [`recheck`] checks local copies that a process found to be bad.
 //! - [`error`] says why a chunk cannot be read.
 //!
@@ -33,16 +34,20 @@ mod from_origins;
 mod recheck;
 mod recover;
 mod serve;
+mod shared_read;
+pub(crate) mod streams;
 mod takeover;
+mod unaware;
 mod verify;
 mod without_arena;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{CACHE_PAUSE, FETCH_ATTEMPTS_MAX, NODES_MAX};
+use dayfly_meta::limits::{CACHE_PAUSE, FETCH_ATTEMPTS_MAX, NODES_MAX, STREAM_ASKED_INTERVAL_MIN};
 use dayfly_meta::wire::peer::{ReadReply, ReadRequest};
 use dayfly_meta::wire::status::{Hop, OriginStatus, OwnerStatus, Reads};
 use dayfly_transport::Slot;
@@ -63,7 +68,9 @@ use crate::store::{ChunkInfo, Dataset};
 pub(crate) use error::FetchError;
 use error::{ChunkName, ReadError, read_error};
 pub(crate) use serve::Served;
+use streams::Streams;
 use takeover::{BadHolders, Loads};
+use unaware::Unaware;
 use verify::{OwnerReply, Received};
 use without_arena::ReadsWithoutArena;
 
@@ -96,6 +103,10 @@ pub(crate) struct Fetcher {
     origin_loads: Mutex<JoinSet<()>>,
     without_arena: ReadsWithoutArena,
     bad_holders: BadHolders,
+    unaware: Unaware,
+    streams: Streams,
+    /// How long readers wait for blocks of compressed tars; 0 if these are not read again.
+    recovery_timeout: Duration,
 }
 
 /// Whether chunks are cached on this node's drives as soon as they arrive.
@@ -162,6 +173,7 @@ impl Fetcher {
         damage: Arc<Damage>,
         blocking: Arc<dyn Blocking>,
         origins: Arc<Origins>,
+        recovery_timeout: Duration,
     ) -> Self {
         let owners = (0..NODES_MAX).map(|_| OwnerCounter::default()).collect();
         let (remote, served) = (ReadCounter::default(), ReadCounter::default());
@@ -179,6 +191,9 @@ impl Fetcher {
             origin_loads: Mutex::default(),
             without_arena: ReadsWithoutArena::default(),
             bad_holders: BadHolders::default(),
+            unaware: Unaware::default(),
+            streams: Streams::default(),
+            recovery_timeout,
         }
     }
 
@@ -190,6 +205,11 @@ impl Fetcher {
     /// Chunks that this node sent to peers.
     pub(crate) fn served(&self) -> Reads {
         self.served.get()
+    }
+
+    /// The compressed tars that are being read again.
+    pub(crate) fn streams(&self) -> &Streams {
+        &self.streams
     }
 
     /// What this node read from origins.
@@ -212,7 +232,12 @@ impl Fetcher {
     ///
     /// Waits for room for the first chunk only. Only a client that holds no leases may call this.
     pub(crate) async fn begin(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (mut ready, wanted) = self.look_up(dataset, chunks);
+        let (mut ready, mut wanted) = self.look_up(dataset, chunks);
+        let late = self.take_late(dataset, &mut ready, &mut wanted);
+        if !late.is_empty() && ready.is_empty() && wanted.is_empty() {
+            // The caller asks again.
+            sleep(STREAM_ASKED_INTERVAL_MIN).await;
+        }
         let Some(first) = wanted.first().cloned() else { return PendingFetch::completed(ready) };
         let budget = budget.max(first.info.len);
         let claimed = self.claim(dataset, wanted, budget);
@@ -228,7 +253,8 @@ impl Fetcher {
 
     /// Like [`Self::begin`], but does not wait for room, and takes no room while other requests wait for it.
     pub(crate) fn begin_if_room(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (ready, wanted) = self.look_up(dataset, chunks);
+        let (mut ready, mut wanted) = self.look_up(dataset, chunks);
+        self.take_late(dataset, &mut ready, &mut wanted);
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::OnArrival)
     }
 
@@ -241,7 +267,10 @@ impl Fetcher {
     /// Like [`Self::begin_if_room`], for chunks that are prefetched. They are not cached on arrival: a process would then read
     /// the cached copy, which leaves no mark, and the prefetcher could not see that the chunk was read.
     pub(crate) fn begin_ahead(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk], budget: u64) -> PendingFetch {
-        let (ready, wanted) = self.look_up(dataset, chunks);
+        let (mut ready, mut wanted) = self.look_up(dataset, chunks);
+        let late = self.take_late(dataset, &mut ready, &mut wanted);
+        // Readers wait for chunks that are late, but nobody prefetches them.
+        ready.extend(late.into_iter().map(|index| (index, Fetched::Failed(FetchError::AskOthers))));
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::ByCaller)
     }
 
@@ -277,7 +306,7 @@ impl Fetcher {
 
     /// Separates the chunks that need no fetch from the chunks that need one, and decides whom to ask for these.
     fn look_up(&self, dataset: &Dataset, chunks: &[Chunk]) -> (FetchedChunks, Vec<Wanted>) {
-        let (absent, loads) = (self.peers.absent(), Loads::default());
+        let (absent, loads) = (self.absent(dataset), Loads::default());
         look_up(dataset, chunks, &|chunk, owner| self.source_of(dataset, chunk, owner, absent.as_ref(), &loads))
     }
 
@@ -331,7 +360,7 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    is_silent = self.note_absence(owner, &error);
+                    is_silent = self.note_absence(owner, &dataset, &error);
                     for number in remaining {
                         let chunk = chunks[number];
                         outcomes[number] = Err(match is_silent && self.has_other_source(&dataset, chunk) {
@@ -358,6 +387,13 @@ impl Fetcher {
                         outcomes[number] = Err(FetchError::AtOwner { owner, chunk: chunk(), reason });
                         continue;
                     }
+                    Received::Late(_) if self.is_streamed(&dataset, chunks[number]) => {
+                        if !self.can_ask_holder_that_has_it(&dataset, chunks[number], owner) {
+                            self.streams.note_late(Self::source_key(&dataset, chunks[number]));
+                        }
+                        outcomes[number] = Err(FetchError::AskOthers);
+                        continue;
+                    }
                     Received::Late(slot) => {
                         let timeout = self.peers.deadlines().origin;
                         let late = OriginFailure::late(&dataset, chunks[number], timeout);
@@ -382,6 +418,13 @@ impl Fetcher {
                 has_bad = true;
             }
             attempt += usize::from(has_bad);
+        }
+        let is_substitute =
+            |&chunk: &Chunk| dataset.catalog().owner(chunk.block) != Some(owner) || self.is_late_holder(&dataset, chunk, owner);
+        if let Some(&arrived) = chunks.iter().zip(&outcomes).find(|(_, outcome)| outcome.is_ok()).map(|(chunk, _)| chunk)
+            && is_substitute(&arrived)
+        {
+            self.streams.note_arrival(Self::source_key(&dataset, arrived));
         }
         // These slots hold damaged bytes, so they go back to the arena before anything is published.
         drop(slots);
@@ -430,7 +473,10 @@ impl Fetcher {
         let count = chunks.len();
         let takes_over = chunks.iter().any(|chunk| {
             // Without copies, the owner is the only holder.
-            dataset.catalog().owner(chunk.block) != Some(owner) && !dataset.holders(chunk.block).contains(&owner)
+            let is_substitute =
+                dataset.catalog().owner(chunk.block) != Some(owner) && !dataset.holders(chunk.block).contains(&owner);
+            // All holders have said that the chunk is late.
+            is_substitute || self.is_late_holder(dataset, *chunk, owner)
         });
         let bytes = slots.iter().map(|slot| slot.len() as u64).sum();
         let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.to_vec(), recheck, takes_over };

@@ -48,6 +48,7 @@
 //! use std::sync::Arc;
 //!
 //! use dayfly_meta::deadlines::Deadlines;
+//! use dayfly_meta::limits::RECOVERY_TIMEOUT_DEFAULT;
 //! use dayfly_meta::id::{NodeId, SessionId};
 //! use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
 //!
@@ -59,6 +60,7 @@
 //!     key: Arc::new(Key::new([3; 32])),
 //!     encrypt: false,
 //!     node: NodeId(0),
+//!     is_replacement: false,
 //!     listen: "127.0.0.1:0".parse()?,
 //!     network: Options { preference: Preference::Tcp, ..Options::default() },
 //!     runtime_dir: runtime_dir.path().to_owned(),
@@ -71,6 +73,7 @@
 //!     decoders: 1,
 //!     pfs_streams: 16,
 //!     recovery_rate: 256 << 20,
+//!     recovery_timeout: RECOVERY_TIMEOUT_DEFAULT,
 //!     stage_in_memory: 256 << 20,
 //!     deadlines: Deadlines::DEFAULT,
 //! };
@@ -110,6 +113,7 @@ mod store;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{NodeId, SessionId};
@@ -118,7 +122,7 @@ pub use catch_up::CatchUpError;
 pub use dayfly_stagein::StageInError;
 pub use dayfly_stagein::plan::check_sources;
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Obstacle, Options, Preference, agree, channel};
-pub use membership::{Changes, Greeting, JoinError, Loss, Patience, Supervision, Tenure};
+pub use membership::{Changes, Greeting, JoinError, LeaseTree, Loss, Patience, RejoinRequest, Renewals, Supervision, Tenure};
 pub use node::{Node, StartError};
 
 /// The configuration of one node.
@@ -132,6 +136,9 @@ pub struct Config {
     pub encrypt: bool,
     /// This node's number.
     pub node: NodeId,
+    /// Whether this node joins a session that has begun, in the place of a lost server. Programs then attach to it once it is a
+    /// member that shows all datasets.
+    pub is_replacement: bool,
     /// The address at which peers reach this node; port 0 for any port.
     pub listen: SocketAddr,
     /// How this node reaches peers: RDMA or TCP, and over which card.
@@ -158,6 +165,8 @@ pub struct Config {
     pub pfs_streams: usize,
     /// Bytes per second that this node reads to recover the blocks of lost nodes; 0 to recover nothing in the background.
     pub recovery_rate: u64,
+    /// How long readers wait for blocks of compressed tars that are read again after the loss of a node; 0 to not read them again.
+    pub recovery_timeout: Duration,
     /// The deadlines and intervals of the session.
     pub deadlines: Deadlines,
 }

@@ -9,10 +9,14 @@
 //! Who is a member is decided by state machines without sockets or a clock, which tests explore exhaustively:
 //!
 //! - [`supervision`]: the supervisor's rules. It alone decides, and numbers its decisions: the membership epochs.
+//! - [`relay`]: how leases are renewed along a tree in a session of many servers.
 //! - [`tenure`]: how long a server serves and publishes without hearing from the supervisor.
 //! - [`decision`]: how a stage-in is committed on all live nodes or on none, whoever is lost meanwhile.
 
 pub(crate) mod decision;
+#[cfg(test)]
+mod exploration;
+mod relay;
 mod supervision;
 mod tenure;
 
@@ -21,16 +25,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, START_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, REJOINS_WAITING_MAX, START_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::roster::LeaseRound;
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, AgreedNetwork, Rejection};
 use dayfly_transport::{Agreement, Transport};
 use futures_util::future::{join_all, try_join_all};
-use tokio::sync::watch;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
 use tracing::Instrument;
 
 use crate::blocking::{Blocking, JobLost};
 use crate::peers::{PeerError, Peers};
 use crate::store::Store;
+use relay::{LeaseRelay, Passed};
+pub use relay::{LeaseTree, Renewals};
 pub use supervision::{Changes, Greeting, Loss, Patience, Supervision};
 pub use tenure::Tenure;
 
@@ -61,6 +70,16 @@ impl From<JoinError> for Rejection {
     }
 }
 
+/// The request of a user for a new server in the place of a lost one, on its way to the supervisor.
+pub struct RejoinRequest {
+    /// The lost node.
+    pub node: NodeId,
+    /// The host on which the server is to run; `None` for the host of the lost server.
+    pub host: Option<String>,
+    /// Takes a message for the user, or the reason of a failure.
+    pub answer: oneshot::Sender<Result<String, String>>,
+}
+
 /// The result of ending a session.
 #[derive(Default)]
 pub(crate) struct Ending {
@@ -81,21 +100,33 @@ pub(crate) struct Membership {
     blocking: Arc<dyn Blocking>,
     /// Whether the nodes have agreed on a network, which is the last step of a session's start.
     has_begun: AtomicBool,
+    /// Whether programs may attach.
+    is_open: watch::Sender<bool>,
     has_ended: watch::Sender<bool>,
     tenure: Mutex<Tenure>,
+    relay: Arc<Mutex<LeaseRelay>>,
+    /// Passes the last round of renewals on.
+    passing: Mutex<JoinSet<()>>,
+    /// Requests that wait to be sent to the supervisor.
+    rejoins: (mpsc::Sender<RejoinRequest>, tokio::sync::Mutex<mpsc::Receiver<RejoinRequest>>),
 }
 
 impl Membership {
     pub(crate) fn new(peers: Arc<Peers>, transport: Arc<dyn Transport>, store: Arc<Store>, blocking: Arc<dyn Blocking>) -> Self {
+        let (rejoin_sender, rejoins) = mpsc::channel(REJOINS_WAITING_MAX);
         Self {
             node: peers.own_node(),
             tenure: Mutex::new(Tenure::new(peers.deadlines())),
+            relay: Arc::default(),
+            passing: Mutex::default(),
             peers,
             transport,
             store,
             blocking,
             has_begun: AtomicBool::new(false),
+            is_open: watch::Sender::new(false),
             has_ended: watch::Sender::new(false),
+            rejoins: (rejoin_sender, tokio::sync::Mutex::new(rejoins)),
         }
     }
 
@@ -132,9 +163,81 @@ impl Membership {
         self.ask_below(&AdministrationRequest::Agree(to_wire(agreement))).await.map(drop)
     }
 
+    /// Joins a session that has begun, in the place of a lost server.
+    pub(crate) fn take_place(&self, addresses: &[SocketAddr], agreement: Agreement) {
+        self.peers.set_roster(addresses);
+        self.transport.agree(agreement);
+        self.has_begun.store(true, Ordering::Release);
+        tracing::info!(nodes = addresses.len(), "this node takes the place of a lost server");
+    }
+
+    /// Asks the supervisor to start a new server in the place of a lost one. Returns a message for the user.
+    ///
+    /// # Errors
+    /// The reason why there is no new server.
+    pub(crate) async fn rejoin(&self, node: NodeId, host: Option<String>) -> Result<String, String> {
+        if self.tenure().is_alone() {
+            return Err("the supervisor of this session has ended, so nobody can start servers".to_owned());
+        }
+        let (answer, answered) = oneshot::channel();
+        let request = RejoinRequest { node, host, answer };
+        let sent = timeout(self.peers.deadlines().request, self.rejoins.0.send(request)).await;
+        let no_answer = || "the supervisor of this session does not answer; try again".to_owned();
+        sent.map_err(|_| no_answer())?.map_err(|_| no_answer())?;
+        // The supervisor answers within its own deadline, which the user may have set.
+        answered.await.unwrap_or_else(|_| Err("the supervisor could not be reached for a moment; try again".to_owned()))
+    }
+
+    /// Waits for a request to start a new server.
+    pub(crate) async fn next_rejoin(&self) -> RejoinRequest {
+        match self.rejoins.1.lock().await.recv().await {
+            Some(request) => request,
+            // `self` holds a sender.
+            None => std::future::pending().await,
+        }
+    }
+
     /// Returns this server's lease, as the server itself counts it.
     pub(crate) fn tenure(&self) -> MutexGuard<'_, Tenure> {
         self.tenure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a round of renewals and passes it on to the nodes below in its tree. Returns the nodes that have been heard there, this
+    /// one included.
+    pub(crate) fn take_round(&self, round: &LeaseRound) -> Vec<u16> {
+        let roster = self.peers.roster();
+        let mut relay = self.relay();
+        if let Some(Passed { renews, below }) = relay.take(round, self.node, &roster) {
+            if renews {
+                self.tenure().renew();
+            }
+            let mut passing = JoinSet::new();
+            for node in below {
+                let (peers, relay, round) = (self.peers.clone(), self.relay.clone(), round.clone());
+                passing.spawn(async move {
+                    let number = round.number;
+                    let asked = peers.ask(node, AdministrationRequest::Renew(round), peers.deadlines().lease_interval).await;
+                    if let Ok(AdministrationReply::Heard(heard)) = asked {
+                        relay.lock().unwrap_or_else(PoisonError::into_inner).answered(node, number, heard);
+                    }
+                });
+            }
+            // This ends what is left of the round before.
+            *self.passing.lock().unwrap_or_else(PoisonError::into_inner) = passing;
+        }
+        relay.heard(self.node)
+    }
+
+    /// Lets one interval of the lease pass. Returns whether this server has to send a sign of life to the supervisor itself.
+    pub(crate) fn tick(&self) -> bool {
+        self.tenure().tick();
+        let mut relay = self.relay();
+        relay.tick();
+        !relay.is_reached()
+    }
+
+    fn relay(&self) -> MutexGuard<'_, LeaseRelay> {
+        self.relay.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns whether the session has begun on this node.
@@ -142,8 +245,19 @@ impl Membership {
         self.has_begun.load(Ordering::Acquire)
     }
 
+    /// Lets programs attach to this node.
+    pub(crate) fn open(&self) {
+        self.is_open.send_replace(true);
+    }
+
+    /// Waits until programs may attach to this node.
+    pub(crate) async fn opened(&self) {
+        // This fails only once the sender is dropped, and `self` holds the sender.
+        let _ = self.is_open.subscribe().wait_for(|is_open| *is_open).await;
+    }
+
     async fn ask_below(&self, request: &AdministrationRequest) -> Result<Vec<AdministrationReply>, JoinError> {
-        let asking = below(self.node.index(), self.peers.count()).map(|node| async move {
+        let asking = below(self.node.index(), self.peers.count(), TREE_WIDTH).map(|node| async move {
             let asked = self.peers.ask(NodeId(node as u16), request.clone(), START_TIMEOUT).await;
             asked.map_err(|cause| JoinError { node: self.node, cause })
         });
@@ -164,6 +278,8 @@ impl Membership {
                     ending.freed_bytes += freed_bytes;
                 }
                 Ok(_) => {}
+                // Another command has ended the session here.
+                Err(_) if self.has_ended() => ending.nodes += 1,
                 Err(error) => ending.failures.push(error.to_string()),
             }
         }
@@ -200,9 +316,9 @@ impl Membership {
     }
 }
 
-/// Returns the nodes directly below a node in the tree.
-fn below(node: usize, count: usize) -> impl Iterator<Item = usize> {
-    (node * TREE_WIDTH + 1..=node * TREE_WIDTH + TREE_WIDTH).take_while(move |&below| below < count)
+/// Returns the nodes directly below a node in a tree of `count` nodes.
+fn below(node: usize, count: usize, width: usize) -> impl Iterator<Item = usize> {
+    (node * width + 1..=node * width + width).take_while(move |&below| below < count)
 }
 
 fn to_wire(agreement: Agreement) -> AgreedNetwork {
@@ -227,7 +343,7 @@ mod tests {
     #[test]
     fn the_tree_reaches_every_node_once() {
         for count in [1, 2, 16, 17, 18, 300, 4096] {
-            let mut reached: Vec<usize> = (0..count).flat_map(|node| below(node, count)).collect();
+            let mut reached: Vec<usize> = (0..count).flat_map(|node| below(node, count, TREE_WIDTH)).collect();
             reached.sort_unstable();
             assert_eq!(reached, (1..count).collect::<Vec<_>>());
         }

@@ -7,13 +7,13 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::limits::BATCH_LEN_MAX;
-use dayfly_meta::roster::RosterChange;
+use dayfly_meta::roster::{LeaseRound, RosterChange};
 use dayfly_meta::status_page::StatusPage;
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Agreement, Service, Serving, Transport};
 use tokio::task::JoinSet;
-use tokio::time::MissedTickBehavior;
+use tokio::time::{MissedTickBehavior, sleep};
 use tracing::Instrument;
 
 use crate::Config;
@@ -24,7 +24,7 @@ use crate::catch_up::{CatchUp, CatchUpError};
 use crate::clients::{ClientContext, ClientListener};
 use crate::coordinator::{Coordinator, CoordinatorContext};
 use crate::fetch::Fetcher;
-use crate::membership::{JoinError, Membership, Tenure};
+use crate::membership::{JoinError, Membership, RejoinRequest, Tenure};
 use crate::origins::Origins;
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
@@ -141,6 +141,7 @@ impl NodeParts {
             damage.clone(),
             blocking.clone(),
             Arc::new(Origins::new(files, blocking.clone(), config.pfs_streams, deadlines.origin)),
+            config.recovery_timeout,
         ));
         let prefetcher = Prefetcher::new(arena.clone(), fetcher.clone(), &deadlines);
         let (processes, client_reads) = (Arc::<Processes>::default(), Arc::<ClientReads>::default());
@@ -166,7 +167,7 @@ impl NodeParts {
             arena: arena.clone(),
             room: room.clone(),
             blocking: blocking.clone(),
-            running: tokio::sync::Mutex::default(),
+            brought: tokio::sync::Mutex::default(),
         });
         let coordinator = Arc::new(Coordinator::new(CoordinatorContext {
             node,
@@ -178,6 +179,7 @@ impl NodeParts {
             peers: peers.clone(),
             stage_ins: stage_ins.clone(),
             membership: membership.clone(),
+            catch_up: catch_up.clone(),
             blocking: blocking.clone(),
         }));
         let recovery_progress = Arc::<RecoveryProgress>::default();
@@ -229,6 +231,7 @@ impl NodeParts {
             fetcher: self.fetcher.clone(),
             blocking: self.blocking.clone(),
             rate: self.config.recovery_rate,
+            timeout: self.config.recovery_timeout,
             progress: self.recovery_progress.clone(),
         }
     }
@@ -268,13 +271,15 @@ impl NodeParts {
             client_reads: self.client_reads.clone(),
             membership: self.membership.clone(),
             status: self.status.clone(),
+            blocking: self.blocking.clone(),
         }
     }
 }
 
 impl Node {
     /// Opens the data dirs, binds the listener and starts to serve. Programs can attach immediately; they find datasets after
-    /// the node has [joined](Self::join) its session.
+    /// the node has [joined](Self::join) its session. Programs that attach to a [replacement](Config::is_replacement) wait until it
+    /// has them.
     ///
     /// # Errors
     /// A data dir, the arena, the listener or the socket cannot be created.
@@ -329,6 +334,9 @@ impl Node {
         let serving = serving.map_err(|error| StartError::Listen { address, error })?;
         let clients = ClientListener::start(parts.client_context())
             .map_err(|error| StartError::Socket { folder: parts.config.runtime_dir.clone(), error })?;
+        if !parts.config.is_replacement {
+            parts.membership.open();
+        }
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
         tasks.spawn(parts.coordinator.clone().follow_roster());
@@ -367,9 +375,29 @@ impl Node {
         self.parts.membership.agree(agreement).await
     }
 
+    /// Makes this node a member of a session that has begun, in the place of a lost server. It has to catch up with the session.
+    pub fn take_place(&self, roster: &[SocketAddr], agreement: Agreement) {
+        self.parts.membership.take_place(roster, agreement);
+    }
+
+    /// Waits for a request of a user to the supervisor. Only one caller may wait at a time.
+    pub async fn next_rejoin(&self) -> RejoinRequest {
+        self.parts.membership.next_rejoin().await
+    }
+
     /// Returns this node's lease, as the node itself counts it.
     pub fn tenure(&self) -> MutexGuard<'_, Tenure> {
         self.parts.membership.tenure()
+    }
+
+    /// Lets one interval of the lease pass. Returns whether this server has to send a sign of life to the supervisor itself.
+    pub fn tick(&self) -> bool {
+        self.parts.membership.tick()
+    }
+
+    /// Takes a round of renewals from the supervisor, as the root of its tree. Returns the nodes that have been heard.
+    pub fn take_round(&self, round: &LeaseRound) -> Vec<u16> {
+        self.parts.membership.take_round(round)
     }
 
     /// Takes the members of a newer epoch. Returns whether this node has been lost and is a member again.
@@ -386,6 +414,22 @@ impl Node {
     /// The coordinator cannot be asked, or a dataset cannot be prepared.
     pub async fn catch_up(&self) -> Result<(), CatchUpError> {
         self.parts.catch_up.catch_up().await
+    }
+
+    /// Looks for datasets that appeared after this node caught up and before it was a member again. Tries again until all of them
+    /// are visible here. Returns whether they are: not if this node has been lost meanwhile.
+    pub async fn catch_up_again(&self) -> bool {
+        loop {
+            let Err(error) = self.parts.catch_up.look_again().await else {
+                self.parts.membership.open();
+                return true;
+            };
+            if !self.parts.peers.roster().is_live(self.parts.config.node) {
+                return false;
+            }
+            tracing::warn!(%error, "cannot take all new datasets; trying again");
+            sleep(self.parts.config.deadlines.progress_interval).await;
+        }
     }
 
     /// Returns whether the session has begun on this node: the nodes have met and agreed on a network.
@@ -406,6 +450,8 @@ impl Node {
     /// Frees all the space that the node uses in its data dirs, even in files that are still open.
     /// After that, the node no longer serves any bytes. Returns the bytes freed.
     pub fn free_all(&self) -> u64 {
+        // A peer or client that asks for the end while this server exits gets no error.
+        self.parts.membership.end();
         self.parts.store.free_all()
     }
 

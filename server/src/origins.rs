@@ -10,7 +10,6 @@
 //!   under way no longer.
 
 use std::collections::HashMap;
-use std::io;
 use std::ops::DerefMut;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,11 +58,7 @@ impl OriginFailure {
 
     /// Returns whether the file system may succeed a moment later.
     fn is_transient(&self) -> bool {
-        let Self::Source(error) = self else { return false };
-        match &**error {
-            OriginError::Io { error, .. } => error.kind() != io::ErrorKind::PermissionDenied,
-            error => matches!(error, OriginError::ShortRead { .. }),
-        }
+        matches!(self, Self::Source(error) if error.is_transient())
     }
 }
 
@@ -129,6 +124,12 @@ impl Origins {
             operations: self.operations.load(Ordering::Relaxed),
             failures: self.failures.load(Ordering::Relaxed),
         }
+    }
+
+    /// Returns a reader of sources for a source that is read as a whole, which counts as one operation.
+    pub(crate) fn stream_reader(&self) -> Arc<OriginReader<SharedFiles>> {
+        self.operations.fetch_add(1, Ordering::Relaxed);
+        self.reader.clone()
     }
 
     /// Returns whether all streams are in use, so that another read would wait.

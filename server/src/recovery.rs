@@ -1,11 +1,13 @@
 //! What this node does when the session loses a member, and when a lost member returns.
 //!
 //! At each change of the roster it divides its room again, because it now holds other blocks. While members are lost, it reads the
-//! blocks that it holds in their place and lacks, in the background, and stores them. It stops when the members return.
+//! blocks that it holds in their place and lacks, in the background, and stores them. It stops when the members return. A node whose
+//! server is new in the session reads the blocks that it owns in the same way.
 //!
 //! # Parts
 //!
 //! - [`scan`]: finds the blocks to recover, in the order of their origins.
+//! - [`streams`]: reads the blocks that lie in compressed tars.
 //! - [`pace`]: bounds the rate.
 //! - `fetch::recover` reads and stores blocks; readers that want the same blocks share these reads.
 //!
@@ -17,9 +19,11 @@
 
 mod pace;
 mod scan;
+mod streams;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{
@@ -37,6 +41,14 @@ use crate::room::Room;
 use crate::store::{BlockPosition, Dataset, Store, Window};
 use pace::Pace;
 use scan::window;
+
+/// Does work, or waits forever.
+async fn only_if(is_on: bool, work: impl Future<Output = ()>) {
+    match is_on {
+        true => work.await,
+        false => std::future::pending().await,
+    }
+}
 
 /// How far recovery has come since the members last changed.
 #[derive(Default)]
@@ -70,7 +82,10 @@ impl Total {
 
 impl RecoveryProgress {
     pub(crate) fn status(&self) -> RecoveryStatus {
-        RecoveryStatus { wanted: self.wanted.get(), recovered: self.recovered.get(), failed: self.failed.get() }
+        let (wanted, recovered) = (self.wanted.get(), self.recovered.get());
+        // A scan that begins again has not found all of what was recovered yet.
+        let wanted = Reads { count: wanted.count.max(recovered.count), bytes: wanted.bytes.max(recovered.bytes) };
+        RecoveryStatus { wanted, recovered, failed: self.failed.get() }
     }
 
     fn reset(&self) {
@@ -93,6 +108,8 @@ pub(crate) struct Recovery {
     pub(crate) blocking: Arc<dyn Blocking>,
     /// Bytes per second; 0 to recover nothing in the background.
     pub(crate) rate: u64,
+    /// How long readers wait for blocks of compressed tars; 0 if these are not read again.
+    pub(crate) timeout: Duration,
     pub(crate) progress: Arc<RecoveryProgress>,
 }
 
@@ -100,21 +117,22 @@ impl Recovery {
     /// Follows the roster until the session ends.
     pub(crate) async fn run(self) {
         let mut roster = self.peers.roster_changes();
-        let mut lost = roster.borrow_and_update().lost();
+        let mut lost = roster.current().lost();
         loop {
             let recovering = async {
-                match lost.is_empty() || self.rate == 0 {
-                    true => std::future::pending().await,
-                    false => self.recover(&lost).await,
+                // A new server may learn of a dataset only after it has become a member.
+                while lost.is_empty() && !self.store.datasets().iter().any(|dataset| dataset.is_refilled()) {
+                    sleep(RECOVERY_LOOK_INTERVAL).await;
                 }
+                let (reading, streaming) = (self.rate > 0, !self.timeout.is_zero());
+                tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(&lost)));
             };
             tokio::select! {
-                changed = roster.changed() => if changed.is_err() {
-                    return;
-                },
+                biased;
+                _ = roster.next() => {}
                 () = recovering => {}
             }
-            let now_lost = roster.borrow_and_update().lost();
+            let now_lost = roster.current().lost();
             if now_lost == lost {
                 continue;
             }

@@ -223,9 +223,11 @@ impl Room {
         self.stage_ins.load(Ordering::Acquire) > 0
     }
 
-    /// Evicts about `wanted` bytes of cached blocks, or all of them. Returns the bytes freed.
+    /// Drops the copies that processes map, and evicts about `wanted` bytes of cached blocks, or all of them. Returns the bytes freed.
     async fn evict(self: &Arc<Self>, wanted: u64) -> Result<u64, RoomError> {
-        let (mut freed, mut rounds) = (0, 0);
+        // What processes still map stays on the drive until they unmap it.
+        let mut freed = self.on_drives(|room| room.store.drop_shared_copies()).await?;
+        let mut rounds = 0;
         while freed < wanted {
             // A page on a drive becomes free when the last block in it is evicted. Where blocks are
             // small, the first rounds free little, so each round evicts more.

@@ -9,6 +9,7 @@
 //!
 //! - [`session`]: the sequence of events in one session, and the promises that are checked.
 //! - [`net`]: the simulated network. [`faults`]: what goes wrong, and when.
+//! - [`supervisor`]: who is a member, by the production rules. Nodes are lost, return, and take over from lost coordinators.
 //! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
 //! - [`origins`]: sessions that read a dataset from its origin, because it does not fit, while the parallel file system fails.
 //! - [`planted`]: deliberate bugs that the simulation must find.
@@ -22,17 +23,20 @@ mod planted;
 mod random;
 mod session;
 mod source;
+mod supervisor;
 
 use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use dayfly_meta::id::NodeId;
+use faults::{Blow, Fault};
 use jobs::Pool;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 use planted::Planted;
-use session::{Outcome, run};
+use session::{Outcome, TimedFault, Variant, run};
 use source::Sources;
 
 /// The environment variable that selects one seed, whose messages are printed.
@@ -40,7 +44,7 @@ const ONE_SEED: &str = "DAYFLY_SIMULATION_SEED";
 /// Number of seeds in one test run by default.
 const SEEDS: u64 = 5000;
 /// A planted bug must be found within this many seeds.
-const SEEDS_TO_FIND: u64 = 20;
+const SEEDS_TO_FIND: u64 = 60;
 /// Reads and faults that each seed must have at least, so that no seed is too easy.
 const READS_MIN: u64 = 50;
 const FAULTS_MIN: u64 = 3;
@@ -74,7 +78,7 @@ fn cores() -> Vec<CpuSet> {
 
 /// Runs seeds on all cores, and returns their outcomes in order. The threads of a seed run one at a time and stay on one core,
 /// because waking a thread on another core takes longer than the work it then does.
-fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Outcome> {
+fn run_all(seeds: Range<u64>, variant: Variant<'_>) -> Vec<Outcome> {
     let (sources, next, outcomes) = (Sources::write(), AtomicU64::new(seeds.start), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for core in cores() {
@@ -88,7 +92,7 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Out
                     if !seeds.contains(&seed) {
                         return;
                     }
-                    let outcome = run(seed, sources, &pool, bug, is_verbose);
+                    let outcome = run(seed, sources, &pool, variant);
                     outcomes.lock().unwrap().push(outcome);
                 }
             });
@@ -107,15 +111,18 @@ fn run_all(seeds: Range<u64>, bug: Option<Planted>, is_verbose: bool) -> Vec<Out
 #[test]
 fn thousands_of_seeded_sessions_keep_every_promise() {
     let start = Instant::now();
-    let outcomes = run_all(seeds(), None, std::env::var_os(ONE_SEED).is_some());
+    let outcomes = run_all(seeds(), Variant { is_verbose: std::env::var_os(ONE_SEED).is_some(), ..Variant::default() });
     let sum = |of: fn(&Outcome) -> u64| outcomes.iter().map(of).sum::<u64>();
     eprintln!(
-        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} of {} stage-ins failed, {} messages, {:.0} s of simulated time, traces {:016x}",
+        "{} seeds in {:.1} s: {} reads ({} failed), {} faults, {} losses, {} returns, {} new coordinators, {} of {} stage-ins failed, {} messages, {:.0} s of simulated time, traces {:016x}",
         outcomes.len(),
         start.elapsed().as_secs_f64(),
         sum(|outcome| outcome.reads),
         sum(|outcome| outcome.failed_reads),
         sum(|outcome| outcome.faults),
+        sum(|outcome| outcome.changes.losses),
+        sum(|outcome| outcome.changes.returns),
+        sum(|outcome| outcome.changes.takeovers),
         sum(|outcome| outcome.failed_stage_ins),
         sum(|outcome| outcome.stage_ins),
         sum(|outcome| outcome.messages),
@@ -124,6 +131,10 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
     );
     let broken: Vec<String> = outcomes.iter().filter_map(Outcome::failure).collect();
     assert!(broken.is_empty(), "{} seeds broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
+    // One seed in ten has each of these, so that hundreds of seeds have enough of them.
+    let changes: [u64; 3] =
+        [sum(|outcome| outcome.changes.losses), sum(|outcome| outcome.changes.returns), sum(|outcome| outcome.changes.takeovers)];
+    assert!(outcomes.len() < 500 || changes.iter().all(|&count| count > outcomes.len() as u64 / 10), "{changes:?}");
     for outcome in &outcomes {
         assert!(outcome.reads >= READS_MIN && outcome.faults >= FAULTS_MIN, "seed {} is too easy: {outcome:?}", outcome.seed);
     }
@@ -131,8 +142,8 @@ fn thousands_of_seeded_sessions_keep_every_promise() {
 
 #[test]
 fn a_seed_reproduces_its_session() {
-    let seeds = || 1_000_000..1_000_040;
-    let (first, second) = (run_all(seeds(), None, false), run_all(seeds(), None, false));
+    let seeds = || 1_000_000..1_000_100;
+    let (first, second) = (run_all(seeds(), Variant::default()), run_all(seeds(), Variant::default()));
     for (first, second) in first.iter().zip(&second) {
         assert_eq!(first, second);
     }
@@ -141,9 +152,36 @@ fn a_seed_reproduces_its_session() {
 #[test]
 fn each_planted_bug_is_found() {
     for bug in Planted::ALL {
-        let outcomes = run_all(0..SEEDS_TO_FIND, Some(bug), false);
+        let outcomes = run_all(0..SEEDS_TO_FIND, Variant { bug: Some(bug), ..Variant::default() });
         let found: Vec<String> = outcomes.iter().filter_map(Outcome::failure).collect();
         assert!(!found.is_empty(), "{bug:?} was not found");
         eprintln!("{bug:?} was found by {} of {SEEDS_TO_FIND} seeds; first: {:.200}", found.len(), found[0]);
     }
+}
+
+/// Runs some seeds with the same faults. In all of them a node returns, and no promise is broken.
+fn check_returns(faults: &[TimedFault]) {
+    for outcome in run_all(0..20, Variant { faults: Some(faults), ..Variant::default() }) {
+        assert_eq!(outcome.failure(), None);
+        assert!(outcome.changes.returns > 0, "{outcome:?}");
+    }
+}
+
+#[test]
+fn a_node_that_was_lost_after_it_had_committed_shows_the_dataset_when_it_returns() {
+    let second = Duration::from_secs(1);
+    check_returns(&[
+        (Duration::ZERO, Fault::Strike("Commit", 1, Blow::Silence(NodeId(1), 8 * second))),
+        (second / 2, Fault::Break(NodeId(2), 4 * second)),
+    ]);
+}
+
+#[test]
+fn a_new_coordinator_makes_nodes_that_returned_during_the_stage_in_show_its_dataset() {
+    let second = Duration::from_secs(1);
+    check_returns(&[
+        (Duration::ZERO, Fault::Strike("Prepare", 1, Blow::Freeze(8 * second))),
+        (Duration::ZERO, Fault::Strike("Commit", 2, Blow::Freeze(60 * second))),
+        (second / 2, Fault::Break(NodeId(2), 4 * second)),
+    ]);
 }

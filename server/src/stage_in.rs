@@ -26,7 +26,7 @@ mod report;
 mod sink;
 mod workers;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -37,6 +37,7 @@ use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::placement::{self, Placement};
 use dayfly_meta::stored_share::StoredShare;
 use dayfly_meta::wire::control::{Counted, Selection};
+use dayfly_meta::wire::peer::ListedDataset;
 use dayfly_stagein::StageInError;
 use dayfly_stagein::path_conflicts::SuspectPaths;
 use dayfly_stagein::progress::ProgressMonitor;
@@ -49,7 +50,7 @@ use crate::arena::{Arena, KeptNumbers};
 use crate::blocking::Blocking;
 use crate::ingest::Ingest;
 use crate::membership::decision::Promise;
-use crate::peers::Peers;
+use crate::peers::{PeerError, Peers};
 use crate::room::{Room, StageInGuard};
 use crate::store::{Dataset, Drive, Reservation, Segments, Store};
 use copying::Copying;
@@ -84,7 +85,7 @@ impl StageInContext {
 /// All stage-ins that this node takes part in.
 pub(crate) struct NodeStageIns {
     context: Arc<StageInContext>,
-    running: Mutex<HashMap<u64, Running>>,
+    running: Mutex<BTreeMap<u64, Running>>,
     promise: Mutex<Promise>,
 }
 
@@ -185,10 +186,15 @@ impl NodeStageIns {
         Ok(promise.admit(epoch)?)
     }
 
+    /// Returns the newest membership epoch that this node has heard of, from the supervisor or from a coordinator.
+    pub(crate) fn newest_epoch(&self) -> u32 {
+        let promise = self.promise.lock().unwrap_or_else(PoisonError::into_inner);
+        promise.epoch().max(self.context.peers.roster().epoch())
+    }
+
     /// Returns the stage-ins that have not ended here, and the datasets that are visible here.
-    pub(crate) fn inquired(&self) -> (Vec<u64>, Vec<DatasetId>) {
-        let open = self.running().keys().copied().collect();
-        (open, self.context.store.datasets().iter().map(|dataset| dataset.id()).collect())
+    pub(crate) fn inquired(&self) -> (Vec<u64>, Vec<ListedDataset>) {
+        (self.running().keys().copied().collect(), self.context.store.listed())
     }
 
     /// Ends a stage-in that has become a dataset on all nodes. Does nothing if it has already ended.
@@ -220,7 +226,7 @@ impl NodeStageIns {
         Ok(self.context.room.plan_cache().await?)
     }
 
-    fn running(&self) -> MutexGuard<'_, HashMap<u64, Running>> {
+    fn running(&self) -> MutexGuard<'_, BTreeMap<u64, Running>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -253,6 +259,8 @@ pub(crate) struct NodeStageIn {
     catalog_drive: Arc<Drive>,
     /// Set together with the monitor's flag. Workers that are waiting then stop waiting at once.
     cancelled: SetOnce<()>,
+    /// Why this node has ended the stage-in on its own, if the coordinator did not answer.
+    coordinator_silence: Mutex<Option<PeerError>>,
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -313,6 +321,7 @@ impl NodeStageIn {
             catalog_room: Mutex::new(catalog_drive.reserve(0)),
             catalog_drive,
             cancelled: SetOnce::new(),
+            coordinator_silence: Mutex::default(),
             tasks: Mutex::default(),
             context,
         })

@@ -81,6 +81,7 @@ impl OwnerCounter {
         OwnerStatus {
             reads: self.reads.get(),
             requests: self.requests.load(Ordering::Relaxed),
+            failures: self.failures.load(Ordering::Relaxed),
             busy_us: self.busy_us.load(Ordering::Relaxed),
         }
     }

@@ -10,6 +10,7 @@
 //! - [`cached_blocks`]: which blocks a dataset caches here, and how they are written, published and evicted.
 //! - [`taken_over`]: which blocks this node holds in place of lost owners.
 //! - [`copies`]: which nodes hold copies of a block, and the copies on this node.
+//! - [`shared_copies`]: copies of blocks that processes map.
 //! - [`windows`]: sorts blocks in bounded memory.
 //! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
@@ -33,6 +34,7 @@ mod dataset;
 mod drive;
 mod pages;
 mod segment;
+mod shared_copies;
 mod taken_over;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -45,9 +47,10 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use dayfly_meta::id::DatasetId;
+use dayfly_meta::id::{BlockId, DatasetId};
 use dayfly_meta::path::{display, is_below, join};
 use dayfly_meta::status_page::{self, Counters, StatusPage};
+use dayfly_meta::wire::peer::ListedDataset;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 
@@ -55,6 +58,8 @@ pub(crate) use cached_blocks::{CacheShares, lowered_threshold};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
 pub(crate) use drive::{Drive, Reservation, read_only};
 pub(crate) use segment::{Segments, room_for};
+use shared_copies::SharedCopies;
+pub(crate) use shared_copies::{Filling, Share, ShareError};
 pub(crate) use windows::{BlockPosition, Window, WindowSelection};
 
 /// Creates memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
@@ -92,6 +97,7 @@ pub(crate) struct Store {
     counters: Arc<Counters>,
     status_page_file: File,
     counters_file: File,
+    shared_copies: Arc<SharedCopies>,
 }
 
 impl Store {
@@ -107,6 +113,7 @@ impl Store {
             counters: Arc::new(Counters::map(&counters_file)?),
             status_page_file: read_only(&status_page_file)?,
             counters_file,
+            shared_copies: Arc::default(),
         })
     }
 
@@ -222,6 +229,18 @@ impl Store {
         Ok(None)
     }
 
+    /// Returns the visible datasets, as nodes announce them to each other.
+    pub(crate) fn listed(&self) -> Vec<ListedDataset> {
+        let listed = |dataset: &Arc<Dataset>| ListedDataset {
+            dataset: dataset.id(),
+            request: dataset.request(),
+            target: dataset.target().to_vec(),
+            len: dataset.catalog().header().file_len,
+            checksum: dataset.catalog_checksum(),
+        };
+        self.datasets().iter().map(listed).collect()
+    }
+
     /// Makes a dataset visible. Hides and returns the dataset that it replaces, if any. From then on, clients find the new
     /// dataset. Bytes that they copy out of the old one are not used: such a read fails with `EIO`.
     pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
@@ -229,6 +248,7 @@ impl Store {
         let replaced = replaces.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
             replaced.hide();
+            self.shared_copies.forget(replaced.id());
         }
         dataset.set_gone(false);
         datasets.insert(dataset.id(), dataset);
@@ -241,8 +261,22 @@ impl Store {
         let hidden = self.datasets.write().unwrap_or_else(PoisonError::into_inner).remove(&id);
         if let Some(dataset) = hidden {
             dataset.set_gone(true);
+            self.shared_copies.forget(id);
             self.status_page.bump_generation();
         }
+    }
+
+    /// Returns the copy of a block that all processes of this node map, or begins one. Waits for a drive.
+    pub(crate) fn share_block(&self, dataset: DatasetId, block: BlockId) -> Result<Share, ShareError> {
+        let dataset = self.dataset(dataset).ok_or(ShareError::Unknown(block))?;
+        let share = self.shared_copies.share(&self.roomiest_drive(), &dataset, block)?;
+        // The dataset may have been hidden before its copy was recorded.
+        if self.dataset(dataset.id()).is_some() { Ok(share) } else { Err(ShareError::Unknown(block)) }
+    }
+
+    /// Drops the copies that processes map, because their room is needed. Returns the bytes of room that they had.
+    pub(crate) fn drop_shared_copies(&self) -> u64 {
+        self.shared_copies.make_way()
     }
 
     /// Frees the room of everything, including files that processes still have open. Returns the bytes freed.
@@ -252,6 +286,7 @@ impl Store {
         let datasets = std::mem::take(&mut *self.datasets.write().unwrap_or_else(PoisonError::into_inner));
         datasets.values().for_each(|dataset| dataset.set_gone(true));
         datasets.values().for_each(|dataset| dataset.free());
+        datasets.keys().for_each(|&id| self.shared_copies.forget(id));
         freed
     }
 }

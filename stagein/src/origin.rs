@@ -8,6 +8,7 @@
 //! - `open_files` keeps a few descriptors open for the next reads.
 //! - `target` says which file to open for a sample, and how to recognize that the file has changed.
 //! - `record` turns the bytes of a record into the bytes of a sample.
+//! - `stream` unpacks a compressed tar once, for many blocks.
 //! - `error` says what went wrong, and what to do.
 //!
 //! # Invariants
@@ -22,13 +23,14 @@
 //! # Named absences
 //!
 //! There are no threads, no deadlines and no repeated attempts here, except that a descriptor that has become useless is
-//! opened again once. Calls block. Compressed tars, and members of archives that are themselves members, are not supported.
+//! opened again once. Calls block. Members of archives that are themselves members are not supported.
 
 mod error;
 pub mod fault;
 mod files;
 mod open_files;
 mod record;
+mod stream;
 mod target;
 
 use std::ops::Range;
@@ -41,6 +43,7 @@ use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_GAP_MAX, ORIGIN_MERGED_LEN_MAX}
 
 pub use error::OriginError;
 pub use files::{FileState, SharedFiles, SourceFiles, SystemFiles};
+pub use stream::{Streamed, is_streamable};
 
 use open_files::OpenFiles;
 use record::{Extent, SampleRange, unpack_sparse, unpack_zip, unpack_zip_bytes};

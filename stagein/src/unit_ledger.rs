@@ -34,7 +34,7 @@ pub struct UnitLedger {
     /// Split archives, by source.
     chains: HashMap<u32, RangeChain>,
     /// Units that a worker is reading, by ticket.
-    assigned: HashMap<u32, Assignment>,
+    assigned: BTreeMap<u32, Assignment>,
     /// What each node has finished, by node. Ranges that have no verdict yet are not included.
     finished: HashMap<NodeId, Vec<Finished>>,
     /// Units of lost nodes. They are assigned before those that wait.
@@ -101,12 +101,17 @@ impl UnitLedger {
             waiting: units,
             retries: VecDeque::new(),
             chains,
-            assigned: HashMap::new(),
+            assigned: BTreeMap::new(),
             finished: HashMap::new(),
             redone: VecDeque::new(),
             last_ticket: 0,
             rejected: HashSet::new(),
         }
+    }
+
+    /// Returns the number of all units, whatever their state.
+    pub fn units(&self) -> usize {
+        self.waiting.len()
     }
 
     /// Assigns the next unit, or several small ones, to a worker of `node`.

@@ -2,7 +2,7 @@
 //! table, and on an error that no fault of the run explains.
 
 use crate::data::Version;
-use crate::schedule::{Drive, Fault, READERS, Victim};
+use crate::schedule::{Cut, Drive, Fault, READERS, Sources, Victim};
 
 /// The cause that an error names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,6 +19,8 @@ pub(crate) enum Cause {
     NoName,
     /// A drive is full.
     Full,
+    /// Samples of a compressed tar were read again after a loss, and there was no room to keep them.
+    NotKept,
     /// The stage-in was interrupted.
     Cancelled,
     /// A source of a stage-in disappeared or changed.
@@ -35,6 +37,7 @@ const FAILED_IO: &str = "Input/output error";
 
 /// Maps words of a message to the cause that they name. The first matching row counts.
 const TABLE: &[(&str, Cause)] = &[
+    ("it has no room to keep the block", Cause::NotKept),
     ("No space left on device", Cause::Full),
     ("no node has room left", Cause::Full),
     ("no room for", Cause::Full),
@@ -63,6 +66,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("does not exist anymore", Cause::Source),
     ("canceled", Cause::Cancelled),
     ("is being staged in", Cause::Busy),
+    ("cannot be reached", Cause::NodeLost),
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
@@ -100,6 +104,8 @@ pub(crate) enum Event {
     Fault(Fault),
     /// A stage-in that may replace this version began.
     Replaced(Version),
+    /// The machine was too busy to run this node's server.
+    Starved(u16),
 }
 
 /// The process that saw an error: a command on a node, or a reader.
@@ -118,51 +124,53 @@ pub(crate) struct Observed<'a> {
     pub(crate) cause: Cause,
     /// The nodes that the error names.
     pub(crate) nodes: &'a [u16],
-    /// Whether the operation reads samples that every node can read from their source. The loss of a node is no reason for an error
-    /// then, except on that node.
-    pub(crate) has_source: bool,
+    /// Whether the loss of other nodes is no reason for an error; see [`crate::promises`].
+    pub(crate) is_promised: bool,
+    /// Whether the operation may read sources; see [`crate::promises`].
+    pub(crate) may_read_sources: bool,
 }
 
 /// Returns true if `event` explains why `observer` saw an error.
 pub(crate) fn explains(event: Event, observed: Observed<'_>, observer: Observer) -> bool {
-    let Observed { what, cause, nodes, has_source } = observed;
+    let Observed { what, cause, nodes, is_promised, may_read_sources } = observed;
     let fault = match event {
         // No read of the new version may fail. A listing of all datasets may encounter a name that was just removed.
         Event::Replaced(old) => {
             let is_old = what.contains(&old.path_of_all()) || what == "list";
             return is_old && matches!(cause, Cause::Gone | Cause::NoName | Cause::Io);
         }
+        Event::Starved(node) => Fault::Stop(Victim::Server(node)),
         Event::Fault(fault) => fault,
     };
+    let is_of_node = |node: u16| nodes.is_empty() && observer.node == node || nodes.contains(&node);
     match fault {
         // A stopped node misses the answers of its peers, and they miss its answers.
         Fault::Stop(Victim::Server(node)) => match cause {
-            Cause::NodeLost => nodes.contains(&node) && !has_source || observer.node == node,
+            Cause::NodeLost => nodes.contains(&node) && !is_promised || observer.node == node,
             Cause::OwnServer => observer.node == node,
-            Cause::Io => !has_source || observer.node == node,
+            Cause::Io | Cause::NotKept => !is_promised || observer.node == node,
             _ => false,
         },
-        Fault::KillServer(node) => match cause {
-            Cause::NodeLost => nodes.contains(&node) && !has_source || observer.node == node,
-            Cause::OwnServer => observer.node == node,
-            // A server that exits on its own reports that its data is gone.
-            Cause::Gone => observer.node == node || nodes.contains(&node) && !has_source,
-            Cause::NoName => observer.node == node && observer.reader.is_none(),
-            Cause::Io => !has_source || observer.node == node,
-            _ => false,
-        },
+        Fault::KillServer(node) => is_explained_by_loss(node, observed, observer),
+        Fault::Cut(cut) => cut.nodes().into_iter().any(|node| is_explained_by_loss(node, observed, observer)),
         // A server revokes the leases of a reader that does not drain its socket.
         Fault::Stop(Victim::Reader(reader)) => observer.reader == Some(reader) && matches!(cause, Cause::OwnServer | Cause::Io),
         Fault::KillReader(_) | Fault::Tune(_) => false,
         Fault::Drive(Victim::Reader(reader), _) => observer.reader == Some(reader) && matches!(cause, Cause::Drive | Cause::Io),
         Fault::Drive(Victim::Server(node), drive) => match cause {
             Cause::Io => true,
-            Cause::Drive => nodes.is_empty() && observer.node == node || nodes.contains(&node),
             // A sample whose copy cannot be read is read from its source, which another event of the run may have removed.
-            Cause::Source => nodes.is_empty() && observer.node == node || nodes.contains(&node),
+            Cause::Drive | Cause::Source => is_of_node(node),
             Cause::Full => matches!(drive, Drive::NoRoom { .. }),
             _ => false,
         },
+        // Blocks that are not stored, or whose owner is lost, are read from their sources.
+        Fault::Sources(node, Sources::ReadFails { .. }) => match cause {
+            Cause::Io => may_read_sources,
+            Cause::Drive | Cause::Source => may_read_sources && is_of_node(node),
+            _ => false,
+        },
+        Fault::Sources(_, Sources::ReadIsSlow { .. }) => false,
         Fault::FullDrive => matches!(cause, Cause::Full),
         Fault::KillSupervisor => {
             matches!(cause, Cause::Gone | Cause::OwnServer | Cause::NodeLost | Cause::Io | Cause::NoName | Cause::Cancelled)
@@ -170,11 +178,25 @@ pub(crate) fn explains(event: Event, observed: Observed<'_>, observer: Observer)
     }
 }
 
+/// Returns true if an error is explained by the death of a node's server, or by its loss.
+fn is_explained_by_loss(node: u16, observed: Observed<'_>, observer: Observer) -> bool {
+    let Observed { cause, nodes, is_promised, .. } = observed;
+    match cause {
+        Cause::NodeLost => nodes.contains(&node) && !is_promised || observer.node == node,
+        Cause::OwnServer => observer.node == node,
+        // A server that exits on its own reports that its data is gone.
+        Cause::Gone => observer.node == node || nodes.contains(&node) && !is_promised,
+        Cause::NoName => observer.node == node && observer.reader.is_none(),
+        Cause::Io | Cause::NotKept => !is_promised || observer.node == node,
+        _ => false,
+    }
+}
+
 #[test]
 fn a_message_is_classified_by_its_cause_and_its_nodes() {
     let check =
         |message: &str, cause: Cause, nodes: &[u16]| assert_eq!(classify(message), Some((cause, nodes.to_vec())), "{message}");
-    check("node 2 (127.0.0.3:99) is lost: it closed the connection", Cause::NodeLost, &[2]);
+    check("node 2 (127.0.0.3:99) cannot be reached: it closed the connection", Cause::NodeLost, &[2]);
     check("node 1 (127.0.0.2:1) did not answer within 5000 ms", Cause::NodeLost, &[1]);
     check("cannot read this node's segment: Input/output error", Cause::Drive, &[]);
     check("exit status: 1: cat: /dayfly/a: Input/output error", Cause::Io, &[]);
@@ -187,15 +209,16 @@ fn a_message_is_classified_by_its_cause_and_its_nodes() {
 #[test]
 fn a_fault_of_one_node_explains_only_errors_that_concern_that_node() {
     let observer = Observer { node: 0, reader: Some(READERS - 1) };
-    let explains = |event: Event, what: &str, cause: Cause, nodes: &[u16], has_source: bool| {
-        explains(event, Observed { what, cause, nodes, has_source }, observer)
+    let explains = |event: Event, what: &str, cause: Cause, nodes: &[u16], is_promised: bool| {
+        explains(event, Observed { what, cause, nodes, is_promised, may_read_sources: !is_promised }, observer)
     };
-    for lost in [Event::Fault(Fault::KillServer(2)), Event::Fault(Fault::Stop(Victim::Server(2)))] {
+    let losses = [Fault::KillServer(2), Fault::Stop(Victim::Server(2)), Fault::Cut(Cut::Link(2))];
+    for lost in losses.map(Event::Fault).into_iter().chain([Event::Starved(2)]) {
         assert!(explains(lost, "", Cause::NodeLost, &[2], false));
         assert!(!explains(lost, "", Cause::NodeLost, &[1], false));
         assert!(!explains(lost, "", Cause::Drive, &[2], false));
-        assert!(!explains(lost, "", Cause::NodeLost, &[2], true), "other nodes can read the source");
-        assert!(!explains(lost, "", Cause::Io, &[], true), "other nodes can read the source");
+        assert!(!explains(lost, "", Cause::NodeLost, &[2], true), "other nodes have the samples, or can read them");
+        assert!(!explains(lost, "", Cause::Io, &[], true), "other nodes have the samples, or can read them");
     }
     let drive = Event::Fault(Fault::Drive(Victim::Server(2), Drive::ReadFails { nth: 1 }));
     assert!(explains(drive, "", Cause::Drive, &[2], true));
@@ -203,5 +226,9 @@ fn a_fault_of_one_node_explains_only_errors_that_concern_that_node() {
     let replaced = Event::Replaced(Version { tag: 1, generation: 3 });
     assert!(explains(replaced, "read /dayfly/t1/g3/7 at 9", Cause::Gone, &[], true));
     assert!(!explains(replaced, "read /dayfly/t1/g4/7 at 9", Cause::Gone, &[], true), "reads of the new version must not fail");
+    let sources = Event::Fault(Fault::Sources(2, Sources::ReadFails { nth: 1 }));
+    assert!(explains(sources, "", Cause::Source, &[2], false));
+    assert!(!explains(sources, "", Cause::Source, &[1], false));
+    assert!(!explains(sources, "", Cause::Io, &[], true), "the samples are stored on nodes that can be reached");
     assert!(!explains(Event::Fault(Fault::Tune(&[])), "", Cause::NodeLost, &[1], false));
 }

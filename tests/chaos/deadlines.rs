@@ -5,10 +5,14 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::limits::START_TIMEOUT;
 
-/// Sessions run with a fraction of the default deadlines, so that a seed takes seconds. A tenth would be too short: on a machine with
-/// many runs at once, a server may not be scheduled for half a second.
-const DIVISOR: u32 = 4;
+use crate::launch::RECOVERY_TIMEOUT;
+use crate::schedule::EPOCHS;
+
+/// Sessions run with a tenth of the default deadlines, so that a seed takes seconds. See [`crate::starvation`] for machines that are
+/// too busy for that.
+const DIVISOR: u32 = 10;
 
 /// Added to each limit for a machine that is busy with other work.
 const SLACK: Duration = Duration::from_secs(15);
@@ -31,7 +35,7 @@ fn deadlines() -> Deadlines {
 pub(crate) fn of_reader(what: &str) -> Duration {
     // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };
-    deadlines().server * waits + deadlines().arena + SLACK
+    deadlines().server * waits + deadlines().arena + RECOVERY_TIMEOUT + SLACK
 }
 
 /// Returns the time limit for a command that sends requests to all servers and waits for all of them.
@@ -49,6 +53,26 @@ pub(crate) fn of_stage_in() -> Duration {
 /// Returns the time within which all servers exit after their supervisor is killed.
 pub(crate) fn of_lease() -> Duration {
     deadlines().lease * 3 + SLACK
+}
+
+/// Returns the time within which a server that has died, or whose node is back, is replaced.
+pub(crate) fn of_replacement() -> Duration {
+    of_lease() + START_TIMEOUT
+}
+
+/// Returns the time within which a reader reads a few epochs of a few MB. It may wait for samples in each of them.
+pub(crate) fn of_epochs() -> Duration {
+    (RECOVERY_TIMEOUT + SLACK) * EPOCHS
+}
+
+/// Returns how long a thread of a server waits for a processor before the server may miss a deadline.
+pub(crate) fn of_starvation() -> Duration {
+    deadlines().peer_lost / 4
+}
+
+/// Returns how long a server may be cut off without being lost, or losing its supervisor. The rest is for a machine that is busy.
+pub(crate) fn of_outage() -> Duration {
+    deadlines().lost_after * 4 / 5
 }
 
 /// Returns the time after a fault within which its errors may still appear.

@@ -10,11 +10,13 @@ use nix::unistd::Pid;
 use crate::causes::{Cause, classify};
 use crate::deadlines;
 use crate::harness::text;
-use crate::leftovers::{Descriptors, processes_of, taken};
+use crate::leftovers::{Descriptors, named_after, processes_of, sockets_below, taken};
 use crate::log::Line;
+use crate::network::Network;
+use crate::reader::now_ms;
 use crate::readers::{self, Reader};
 use crate::run::Run;
-use crate::schedule::READERS;
+use crate::schedule::{EPOCH_READERS, EPOCHS, NODES, READERS};
 
 /// The number of lines of each server's log that a failure report shows.
 const LOG_LINES: usize = 12;
@@ -22,6 +24,9 @@ const LOG_LINES: usize = 12;
 impl Run {
     /// Ends the readers and the session, and checks that nothing is left.
     pub(crate) fn end(&mut self) -> Result<(), String> {
+        if !self.is_over {
+            self.read_epochs()?;
+        }
         fs::write(&self.stop, "").unwrap();
         for mut reader in std::mem::take(&mut self.readers) {
             let mut failures = Vec::new();
@@ -35,10 +40,22 @@ impl Run {
             self.read_everything()?;
             self.is_settled()?;
         }
-        self.command(&["down"])?;
+        if !self.launched.end(self.is_over)? {
+            self.command(&["down"])?;
+        }
         let data = self.cluster().data.path().to_str().unwrap().to_owned();
         self.command(&["clean", "--data-dir", &data])?;
         self.nothing_is_left()
+    }
+
+    /// Lets the readers go on until one of them has read a few whole epochs.
+    fn read_epochs(&mut self) -> Result<(), String> {
+        let are_read = |run: &Self| {
+            let lives = |reader: &&usize| !run.dead.contains(&(**reader as u16 % NODES));
+            let reader = EPOCH_READERS.iter().find(lives);
+            reader.is_none_or(|&reader| run.tally.epochs[reader] >= EPOCHS)
+        };
+        self.wait_until("a reader reads five epochs", deadlines::of_epochs(), &mut None, &mut None, are_read)
     }
 
     /// Reads every file from every live node, except for blocks that only dead nodes have. Retries errors until the aftermath of the
@@ -46,21 +63,25 @@ impl Run {
     fn read_everything(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + deadlines::aftermath() * 2;
         let live = self.location.live_nodes();
-        let expected = 4 - self.dead.len();
+        let expected = self.live();
         if live.len() != expected {
             return Err(format!("DIED: {} servers are alive instead of {expected}", live.len()));
+        }
+        for (node, &pid) in &self.survivors {
+            if self.location.pid(NodeId(*node)) != Some(pid) {
+                return Err(format!(
+                    "REPLACED: node {node} was stopped, or cut off for a moment, and process {pid} ended for that"
+                ));
+            }
         }
         for node in live {
             for attempt in 0.. {
                 let errors = self.read_from(node.0, attempt)?;
-                let dead = &self.dead;
-                let is_of_dead = |(what, error): &&(String, String)| {
-                    let is_of = |(cause, nodes): (Cause, Vec<u16>)| {
-                        cause == Cause::NodeLost && nodes.iter().any(|node| dead.contains(node))
-                    };
-                    !self.has_source(what) && classify(error).is_some_and(is_of)
+                let is_excepted = |(what, error): &&(String, String)| {
+                    let is_of_lost = |(cause, _)| matches!(cause, Cause::NodeLost | Cause::Source | Cause::NotKept);
+                    !self.promises.holds_for(what, now_ms()) && classify(error).is_some_and(is_of_lost)
                 };
-                let Some((_, error)) = errors.iter().find(|error| !is_of_dead(error)) else { break };
+                let Some((_, error)) = errors.iter().find(|error| !is_excepted(error)) else { break };
                 if Instant::now() > deadline {
                     return Err(format!("STAYS BROKEN: node {node}: {} errors, the first: {error}", errors.len()));
                 }
@@ -109,8 +130,11 @@ impl Run {
 
     fn unsettled(&mut self, datasets: usize) -> Result<Vec<String>, String> {
         let mut excess = Vec::new();
-        for (node, before) in &self.descriptors {
-            let Some(pid) = self.location.pid(NodeId(*node)) else { continue };
+        // The servers that have taken the place of others have as many connections as those.
+        let most = self.descriptors.values().max_by_key(|descriptors| descriptors.sockets);
+        for node in 0..NODES {
+            let Some(before) = self.descriptors.get(&node).or(most) else { continue };
+            let Some(pid) = self.location.pid(NodeId(node)) else { continue };
             excess.extend(Descriptors::of(pid).excess(before, datasets).map(|excess| format!("node {node}: {excess}")));
         }
         // If a node is dead, the command exits with 1.
@@ -138,10 +162,13 @@ impl Run {
             for folder in [ground.runtime.path(), ground.data.path()] {
                 left.extend(fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path().display().to_string()));
             }
-            let taken = self.drive.as_deref().map_or(0, taken);
+            let taken = self.drive.as_ref().map_or(0, |drive| taken(&drive.0));
             if taken > self.taken_before {
                 left.push(format!("{taken} bytes"));
             }
+            left.extend(named_after(&self.cluster().id));
+            left.extend(sockets_below(ground.runtime.path()));
+            left.extend(self.network.iter().flat_map(Network::processes).map(|pid| format!("process {pid} in a namespace")));
             if left.is_empty() {
                 return Ok(());
             }
@@ -154,7 +181,8 @@ impl Run {
 
     /// Returns the last lines of the logs of the supervisor and the servers.
     pub(crate) fn logs(&self) -> String {
-        let mut all = String::new();
+        let printed = self.launched.printed();
+        let mut all = if printed.is_empty() { String::new() } else { format!("\n  `run` printed:\n    {}", printed.trim_end()) };
         for entry in fs::read_dir(&self.location.folder).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|kind| kind == "log") {
                 let log = fs::read(entry.path()).unwrap_or_default();
@@ -178,8 +206,7 @@ impl Drop for Run {
         for (pid, _) in processes_of(cluster.runtime.path()) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
-        if let Some(drive) = self.drive.take() {
-            let _ = std::process::Command::new("umount").arg("-l").arg(&drive).status();
-        }
+        // The folder that it is mounted at goes with the cluster.
+        drop(self.drive.take());
     }
 }

@@ -1,9 +1,9 @@
-//! Injects drive faults, as system calls that fail or are delayed.
+//! Injects faults of drives and of sources, as system calls that fail or are delayed.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::harness::strace::Tracer;
-use crate::schedule::{Drive, Victim};
+use crate::schedule::{Drive, Sources, Victim};
 
 /// Starts to inject `drive`'s faults into a process.
 pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Result<Tracer, String> {
@@ -25,4 +25,13 @@ pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Re
         Drive::SyncFails { nth } => ("fdatasync,fsync,sync_file_range", format!("error=EIO:when={nth}+{nth}")),
     };
     Tracer::inject(pid, &[(calls, &how)], folder)
+}
+
+/// Starts to inject faults into a server's reads of the sources.
+pub(crate) fn begin_sources(pid: i32, sources: Sources, files: &[PathBuf], folder: &Path) -> Result<Tracer, String> {
+    let how = match sources {
+        Sources::ReadFails { nth } => format!("error=EIO:when={nth}+{nth}"),
+        Sources::ReadIsSlow { ms } => format!("delay_enter={}", ms * 1000),
+    };
+    Tracer::inject_at(files, pid, &[("read,pread64,preadv2", &how)], folder)
 }

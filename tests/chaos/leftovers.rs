@@ -60,6 +60,20 @@ pub(crate) fn processes_of(runtime: &Path) -> Vec<(i32, String)> {
     found
 }
 
+/// Returns the files and folders in the machine's folders for temporary files that are named after a session.
+pub(crate) fn named_after(session: &str) -> Vec<String> {
+    let folders =
+        ["/tmp", "/dev/shm", "/run"].into_iter().flat_map(|folder| fs::read_dir(folder).into_iter().flatten().flatten());
+    folders.map(|entry| entry.path().display().to_string()).filter(|path| path.contains(session)).collect()
+}
+
+/// Returns the open sockets whose addresses are below a folder.
+pub(crate) fn sockets_below(folder: &Path) -> Vec<String> {
+    let folder = format!("{}/", folder.display());
+    let sockets = fs::read_to_string("/proc/net/unix").unwrap_or_default();
+    sockets.lines().filter(|socket| socket.contains(&folder)).map(|socket| format!("socket {socket}")).collect()
+}
+
 /// Returns the bytes in use on a file system.
 pub(crate) fn taken(folder: &Path) -> u64 {
     let stat = statvfs(folder).unwrap();

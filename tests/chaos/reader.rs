@@ -47,7 +47,7 @@ pub(crate) fn main(task: &str) {
     let log = OpenOptions::new().create(true).append(true).open(&task.log).unwrap();
     let contents = Contents::new(task.seed);
     let random = StdRng::seed_from_u64(task.seed << 8 ^ (task.reader as u64) << 4 ^ u64::from(task.incarnation));
-    Reader { task, log, contents, random }.run();
+    Reader { task, log, contents, random, epoch: 0 }.run();
 }
 
 struct Reader {
@@ -55,6 +55,7 @@ struct Reader {
     log: File,
     contents: Contents,
     random: StdRng,
+    epoch: u64,
 }
 
 /// An operation failed and its error was logged. The reader continues with another operation.
@@ -206,7 +207,8 @@ impl Reader {
         let dataset =
             self.operation(&format!("find {path}"), || view.dataset_of(path.as_bytes()).map_err(|error| error.to_string()))?;
         let samples = Samples::of(dataset.catalog());
-        let order: Vec<_> = samples.epoch(self.task.seed, u64::from(self.task.incarnation)).take(60).collect();
+        self.epoch += 1;
+        let order: Vec<_> = samples.epoch(self.task.seed, self.epoch).collect();
         let submit = || view.session().submit(&dataset, order.iter().copied()).map_err(|error| error.to_string());
         let _order = self.operation(&format!("submit an order of {path}"), submit)?;
         for &sample in &order {
@@ -222,7 +224,7 @@ impl Reader {
             })?;
             self.check(version, number, 0, &buffer[..got], len);
         }
-        Ok(())
+        self.operation(&format!("epoch {} of {path}", self.epoch), || Ok(()))
     }
 
     fn read_preload(&mut self, version: Version) -> Result<(), Logged> {

@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use crate::data::Contents;
 use crate::deadlines::{of_schedule, of_stage_in};
 use crate::harness::{Cluster, pack, signal};
-use crate::schedule::{Fault, Form, StageIn, Step, Twist, Victim};
+use crate::schedule::{Cut, Fault, Form, StageIn, Step, Twist, Victim};
 
 /// A `dayfly stage-in` command that is running.
 pub(crate) struct RunningStageIn {
@@ -58,7 +58,10 @@ impl RunningStageIn {
         }
         let (output, errors) = (cluster.at(format!("{name}.out")), cluster.at(format!("{name}.err")));
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--json"]).env("DAYFLY_NODE", plan.node.to_string()).env("DAYFLY_SESSION", &cluster.id);
+        command
+            .args(["stage-in", "--json", "--copies", plan.copies])
+            .env("DAYFLY_NODE", plan.node.to_string())
+            .env("DAYFLY_SESSION", &cluster.id);
         if let Some(rate) = plan.rate {
             command.args(["--max-rate", &format!("{rate}MB/s")]);
         }
@@ -142,8 +145,9 @@ fn shrink(source: &Path) {
     }
 }
 
-/// Returns the result that the stage-in of a step must have, given the nodes that are dead when it begins.
-pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
+/// Returns the result that the stage-in of a step must have, given the nodes that are dead when it begins, and whether the others
+/// may have too little room for it.
+pub(crate) fn expected(step: &Step, dead: &[u16], has_little_room: bool) -> Expected {
     let Some(stage_in) = step.stage_in else { return Expected::Either };
     if dead.contains(&stage_in.node) {
         return Expected::Failure;
@@ -154,8 +158,8 @@ pub(crate) fn expected(step: &Step, dead: &[u16]) -> Expected {
             true
         }
         // It goes on without the node, or begins again.
-        Some(Fault::KillServer(node)) => node != stage_in.node,
+        Some(Fault::KillServer(node) | Fault::Cut(Cut::Power(node))) => node != stage_in.node,
         Some(_) => false,
     };
-    if is_harmless && stage_in.twist == Twist::None { Expected::Success } else { Expected::Either }
+    if is_harmless && !has_little_room && stage_in.twist == Twist::None { Expected::Success } else { Expected::Either }
 }

@@ -2,10 +2,9 @@
 //! installed here.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::process::Command;
 
-use super::{Cluster, Ground, output_of, text};
+use super::{Cluster, Ground, output_of, text, write_program};
 
 /// A [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling process. The
 /// host `silent` never answers, and the host `broken` cannot be reached.
@@ -28,16 +27,14 @@ exec sh -c "$*"
             notes = ground.at("notes").display()
         );
         fs::create_dir(ground.at("bin")).unwrap();
-        fs::write(ground.at("bin/ssh"), script).unwrap();
-        fs::set_permissions(ground.at("bin/ssh"), fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&ground.at("bin/ssh"), &script);
         Self(ground)
     }
 
     /// Writes a stand-in for another program. Commands on these hosts find the stand-in in their PATH.
     pub(crate) fn stand_in(&self, program: &str, script: &str) {
         let path = self.0.at("bin").join(program);
-        fs::write(&path, format!("#!/bin/sh\n{script}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        write_program(&path, &format!("#!/bin/sh\n{script}\n"));
     }
 
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {

@@ -77,6 +77,7 @@ impl Inside {
                 key: Arc::new(Key::new([3; 32])),
                 encrypt: false,
                 node: NodeId(node),
+                is_replacement: false,
                 listen: "127.0.0.1:0".parse().unwrap(),
                 network: Options { preference: Preference::Tcp, ..Options::default() },
                 runtime_dir: location.folder.clone(),
@@ -89,6 +90,7 @@ impl Inside {
                 decoders: 1,
                 pfs_streams: 16,
                 recovery_rate: 0,
+                recovery_timeout: std::time::Duration::ZERO,
                 stage_in_memory: 256 << 20,
                 deadlines: Deadlines::DEFAULT,
             };
@@ -134,6 +136,12 @@ impl Inside {
         server.free_all();
         server.close();
         self.announce(node, true);
+    }
+
+    /// Makes a node's server forget all datasets, like a server that is about to exit.
+    pub(crate) fn forget_all(&self, node: u16) {
+        let _within = self.runtime.enter();
+        self.servers[usize::from(node)].free_all();
     }
 
     /// Tells all nodes that a node is lost, or that it has returned.

@@ -112,6 +112,13 @@ impl Ground {
     }
 
     pub(crate) fn up_with(self, nodes: u16, options: &[&str]) -> Cluster {
+        // A server that a test kills stays away, and what cannot be read by itself cannot be read, so that the test sees what the
+        // others do without it.
+        self.up_rejoining(nodes, &[options, &["--no-rejoin", "--recovery-timeout", "0"]].concat())
+    }
+
+    /// Starts local servers with further options. The supervisor starts a new server in the place of one that has died.
+    pub(crate) fn up_rejoining(self, nodes: u16, options: &[&str]) -> Cluster {
         let (nodes_text, workers) = (nodes.to_string(), WORKERS.get().map(|workers| workers.to_string()));
         let workers = workers.as_deref().map(|workers| ["--stage-in-workers", workers]);
         let workers = workers.as_ref().map_or(&[][..], |option| option);
@@ -233,6 +240,11 @@ pub(crate) fn signal(pid: i32, signal: Signal) {
 
 /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
 pub(crate) fn output_of(command: &mut Command) -> Output {
+    output_within(command, COMMAND_TIMEOUT)
+}
+
+/// Runs a command until it exits, for at most `limit`.
+pub(crate) fn output_within(command: &mut Command, limit: Duration) -> Output {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let drain = |mut pipe: Box<dyn Read + Send>| {
         std::thread::spawn(move || {
@@ -242,7 +254,7 @@ pub(crate) fn output_of(command: &mut Command) -> Output {
         })
     };
     let (stdout, stderr) = (drain(Box::new(child.stdout.take().unwrap())), drain(Box::new(child.stderr.take().unwrap())));
-    let status = wait_for(&mut child, COMMAND_TIMEOUT).unwrap_or_else(|| {
+    let status = wait_for(&mut child, limit).unwrap_or_else(|| {
         child.kill().unwrap();
         panic!("{command:?} hangs");
     });
@@ -397,4 +409,12 @@ fn describe(expected: &Node, found: &Node) -> String {
         format!("{} {:o} {:?} {} bytes, first {}", node.kind, node.mode, node.mtime, node.content.len(), text(&node.first))
     };
     format!("{} became {}", short(expected), short(found))
+}
+
+/// Writes a program in another process. If this one wrote it, a child that another test starts meanwhile would hold the file open for
+/// writing, and for that time the program could not be run.
+pub(crate) fn write_program(path: &Path, script: &str) {
+    let mut command = Command::new("sh");
+    command.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(path).arg(script);
+    assert!(command.status().unwrap().success());
 }

@@ -41,10 +41,13 @@ impl Tracer {
         Self::attach(pid, &Self::options(faults), folder)
     }
 
-    /// Injects faults into the calls that concern one file.
-    pub(crate) fn inject_at(file: &Path, pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
-        let path = file.to_str().ok_or("the path is not UTF-8")?.to_owned();
-        Self::attach(pid, &[Self::options(faults), vec!["-P".to_owned(), path]].concat(), folder)
+    /// Injects faults into the calls that concern some files.
+    pub(crate) fn inject_at(files: &[PathBuf], pid: i32, faults: &[(&str, &str)], folder: &Path) -> Result<Self, String> {
+        let mut options = Self::options(faults);
+        for file in files {
+            options.extend(["-P".to_owned(), file.to_str().ok_or("the path is not UTF-8")?.to_owned()]);
+        }
+        Self::attach(pid, &options, folder)
     }
 
     fn options(faults: &[(&str, &str)]) -> Vec<String> {

@@ -42,7 +42,7 @@ int main(int argument_count, char **arguments) {
     dayfly_close(file);
     errno = 0;
     printf("missing %d", dayfly_open(session, "/nowhere") == NULL);
-    printf(" %s\n", strerror(errno));
+    printf(" %s; %s\n", strerror(errno), dayfly_error());
     const char *names[] = {"sub/f1", "sub/f2", "missing", "big"};
     struct dayfly_request requests[4];
     for (int i = 0; i < 4; i++) {
@@ -55,6 +55,55 @@ int main(int argument_count, char **arguments) {
     for (int i = 0; i < 4; i++) printf("%s %ld\n", names[i], (long)requests[i].result);
     printf("cut %d %d\n", buffers[1][99] != 0 || buffers[1][98] != 0, buffers[1][100]);
     printf("same %d\n", memcmp(buffers[3] + 1, bytes, 300000) == 0);
+    const char *paths[4];
+    for (int i = 0; i < 4; i++) paths[i] = requests[i].path;
+    dayfly_batch *batch = dayfly_batch_open(session, paths, 4, DAYFLY_REPORT_MISSING);
+    struct dayfly_view view = {9, bytes, 9, 9};
+    result = dayfly_batch_get(batch, 0, &view);
+    printf("early %d %d %d\n", result, errno == EAGAIN, view.bytes == NULL);
+    dayfly_batch_wait(batch);
+    for (size_t i = 0; i < 5; i++) {
+        result = dayfly_batch_get(batch, i, &view);
+        printf("get %zu %d %lu %d %s\n", view.index, result, (unsigned long)view.len, view.error, view.bytes ? "" : dayfly_error());
+    }
+    dayfly_batch_close(batch);
+    dayfly_dataset *dataset = dayfly_dataset_open(session, arguments[1]);
+    uint32_t total = dayfly_dataset_count(dataset), *ids = malloc(total * sizeof *ids), *own = malloc(total * sizeof *own);
+    printf("ids %d", dayfly_epoch_ids(dataset, 1, 2, ids));
+    struct dayfly_sample *samples = malloc(total * sizeof *samples);
+    printf(" look %d", dayfly_dataset_look(dataset, ids, total, samples));
+    ssize_t mine = dayfly_local_ids(dataset, own);
+    printf(" own %d", mine > 0 && mine < (ssize_t)total);
+    uint64_t sizes = 0, *offsets = malloc((total + 1) * sizeof *offsets);
+    int here = 0, *errors = malloc(total * sizeof *errors), right = 1;
+    for (uint32_t i = 0; i < total; i++) sizes += samples[i].size, here += samples[i].is_here;
+    printf(" here %d", here >= mine);
+    result = dayfly_read_many_ids(dataset, ids, total, bytes, 10, offsets, errors, 0);
+    printf(" small %d %d %d", result, errno == ERANGE, offsets[total] == sizes);
+    char *all_bytes = malloc(sizes), one[4096];
+    dayfly_order *order = dayfly_order_ids(dataset, ids, total);
+    result = dayfly_read_many_ids(dataset, ids, total, all_bytes, sizes, offsets, errors, 0);
+    for (uint32_t i = 0; i < total; i++) {
+        ssize_t length = dayfly_dataset_path(dataset, ids[i], one, sizeof one);
+        dayfly_file *single = dayfly_open(session, one);
+        char *expected = malloc(samples[i].size + 1);
+        right &= length == (ssize_t)strlen(one) && dayfly_id(single) == ids[i] && errors[i] == 0;
+        right &= dayfly_read(session, single, expected, samples[i].size + 1, 0) == (ssize_t)samples[i].size;
+        right &= memcmp(expected, all_bytes + offsets[i], samples[i].size) == 0;
+        dayfly_close(single);
+        free(expected);
+    }
+    printf(" all %d right %d order %d\n", result, right, order != NULL);
+    dayfly_order_end(order);
+    uint32_t some[2] = {ids[0], total};
+    result = dayfly_read_many_ids(dataset, some, 2, all_bytes, sizes, offsets, errors, DAYFLY_REPORT_MISSING);
+    printf("unknown %d %d %d", result, errors[0], errors[1] == ENOENT);
+    printf(" %zd", dayfly_read_many_ids(dataset, some, 2, all_bytes, sizes, offsets, NULL, 0));
+    printf(" %zd", dayfly_dataset_path(dataset, total, one, sizeof one));
+    printf(" %zd", dayfly_dataset_path(dataset, 0, one, 3));
+    printf(" %d", dayfly_dataset_look(dataset, some, 2, samples));
+    printf(" %d\n", dayfly_order_ids(dataset, some, 2) == NULL);
+    dayfly_dataset_close(dataset);
     int seen = 0;
     printf("list %d", dayfly_list(session, arguments[1], count, &seen));
     printf(" after %d\n", seen);

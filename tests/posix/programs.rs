@@ -9,7 +9,7 @@ pub(crate) const PROGRAMS: &[(&str, &str)] = &[
     ),
     (
         "find",
-        "find $R/meta -name '*.rs' -newer $R/data/numbers.txt; find $R -links +1 -type f | sort; find -L $R -type l; cd $R && find . -empty | sort",
+        "find $R/meta -name '*.rs' -newer $R/data/numbers.txt; find $R -links +1 -type f | sort; find -L $R -type l | sort; cd $R && find . -empty | sort",
     ),
     ("find", "find $R/data -type f -exec wc -c {} + | sort; find $R/data -name w* -execdir cat {} \\;"),
     (
@@ -101,6 +101,6 @@ pub(crate) const COPIERS: &[(&str, &str)] = &[
     ("bsdtar", "mkdir $O && bsdtar --format=posix -C $R -cf - . | bsdtar -C $O -xpf -"),
     (
         "sh",
-        "mkdir $O && cd $R && find . -type d -exec mkdir -p $O/{} \\; && find . -type f -exec cp -p --reflink=auto {} $O/{} \\; && cp -Pp link out dangling $O && ln -f $O/data/words.txt $O/same-words && find . -depth -type d -exec touch -r {} $O/{} \\;",
+        "mkdir $O && cd $R && find . -type d -exec mkdir -p $O/{} \\; && find . -type f -exec cp -p --reflink=auto {} $O/{} \\; && find . -type l -exec cp -Pp {} $O/{} \\; && ln -f $O/data/words.txt $O/same-words && find . -depth -type d -exec touch -r {} $O/{} \\;",
     ),
 ];

@@ -17,8 +17,8 @@ pub(crate) use namespace::{
     TopArguments, TuneArguments, VerifyArguments,
 };
 pub(crate) use session::{
-    CleanArguments, DoctorArguments, DownArguments, EnvArguments, ExecArguments, RunArguments, ServeArguments, SourceAndTarget,
-    UpArguments,
+    CleanArguments, DoctorArguments, DownArguments, EnvArguments, ExecArguments, RejoinArguments, RunArguments, ServeArguments,
+    SourceAndTarget, UpArguments,
 };
 pub(crate) use stage_in::{Group, OnConflict, StageInArguments, StageInOptions};
 
@@ -97,6 +97,7 @@ pub(crate) enum Command {
     Metrics(MetricsArguments),
     Tune(TuneArguments),
     Doctor(DoctorArguments),
+    Rejoin(RejoinArguments),
     Down(DownArguments),
     Clean(CleanArguments),
     Serve(ServeArguments),

@@ -14,6 +14,7 @@ mod man;
 mod metrics;
 mod policy;
 mod query;
+mod rejoin;
 mod run;
 mod serve;
 mod signals;
@@ -52,6 +53,7 @@ pub(crate) fn run(command: Command) -> Result<ExitCode, Failure> {
         Command::Metrics(arguments) => metrics::run(&arguments),
         Command::Tune(arguments) => tune::run(&arguments),
         Command::Doctor(arguments) => doctor::run(&arguments),
+        Command::Rejoin(arguments) => rejoin::run(&arguments),
         Command::Down(_) => down::run(),
         Command::Clean(arguments) => clean::run(&arguments),
         Command::Serve(arguments) => serve::run(&arguments),

@@ -31,7 +31,7 @@
  * - Failure: a function that returns a pointer returns NULL, a function that returns an int or ssize_t returns -1, and errno
  *   says why. EIO means that the session or its server has ended, or that a sample cannot be read; the first such failure also
  *   prints a line to standard error. EINVAL means a NULL handle, a NULL function or unknown flags; EFAULT means a NULL path or
- *   NULL for a result.
+ *   NULL for a result. dayfly_error says more than errno.
  * - Paths are absolute, as programs see them, with the session's prefix. They are bytes and end with NUL.
  * - Sizes, lengths and offsets count bytes.
  * - Threads: several threads may use one session or one file at the same time. One thread at a time uses a batch.
@@ -49,6 +49,11 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Returns, as text, why the last call of this thread that failed did so, or why the file has no bytes that the last call
+ * delivered: the reason, the path and the node, as far as they are known. An empty string if nothing has failed. The text stays
+ * valid until this thread calls another function of this header. */
+const char *dayfly_error(void);
 
 /* ---- Session ---- */
 
@@ -139,7 +144,8 @@ int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
 /* Waits for all files. Returns 0. From then on dayfly_batch_get returns views that are valid until the batch is closed. */
 int dayfly_batch_wait(dayfly_batch *batch);
 
-/* Fills in the view of the file at `index`. Returns 0. Fails with ENOENT if there is no such file. */
+/* Fills in the view of the file at `index`, or its error. Returns 0. Fails with ENOENT if there is no such file, and with EAGAIN
+ * if the file was not delivered; then the view has no bytes. */
 int dayfly_batch_get(const dayfly_batch *batch, size_t index, struct dayfly_view *out);
 
 /* Returns 1 if all bytes that the program has looked at so far were right. Returns 0 if they may have been wrong:
@@ -154,6 +160,50 @@ int dayfly_batch_is_good(const dayfly_batch *batch);
 /* Closes a batch and all its views. */
 void dayfly_batch_close(dayfly_batch *batch);
 
+/* ---- Files by number ----
+ *
+ * A dataset's files have the numbers 0 to count - 1 (see dayfly_id). A program that keeps numbers instead of paths needs 4 bytes for
+ * each file, and no name is looked up when it reads. */
+
+/* A dataset. */
+typedef struct dayfly_dataset dayfly_dataset;
+
+/* What is known about a file. */
+struct dayfly_sample {
+    uint64_t size;
+    int is_here; /* 1 if all its bytes are on this node's drives, else 0 */
+};
+
+/* Opens the dataset that contains `path`. Close it before its session. */
+dayfly_dataset *dayfly_dataset_open(dayfly *session, const char *path);
+
+/* Closes a dataset. */
+void dayfly_dataset_close(dayfly_dataset *dataset);
+
+/* Returns the number of files, or 0 for NULL. */
+uint32_t dayfly_dataset_count(const dayfly_dataset *dataset);
+
+/* Stores the path of a file, with a NUL at its end. Returns its length without the NUL. Fails with ERANGE if `len` is too small,
+ * and with ENOENT if there is no such file. The first call for a dataset reads its whole catalog. */
+ssize_t dayfly_dataset_path(const dayfly_dataset *dataset, uint32_t id, char *out, size_t len);
+
+/* Stores what is known about `count` files. Fails with ENOENT if one of them does not exist. */
+int dayfly_dataset_look(const dayfly_dataset *dataset, const uint32_t *ids, size_t count, struct dayfly_sample *out);
+
+/* Stores the numbers of all files in the order of dayfly_epoch. `out` has room for all of them. */
+int dayfly_epoch_ids(const dayfly_dataset *dataset, uint64_t seed, uint64_t epoch, uint32_t *out);
+
+/* Stores the numbers of the files of dayfly_local, in that order, and returns how many there are. `out` has room for all files of
+ * the dataset. */
+ssize_t dayfly_local_ids(const dayfly_dataset *dataset, uint32_t *out);
+
+/* Reads whole files into one buffer, one after another: file i lies at offsets[i] to offsets[i + 1]. `offsets` has room for
+ * `count` + 1 values. `errors` has room for `count` values, 0 or the errno of a file that cannot be read, or is NULL. Returns the
+ * number of files that failed, which is 0 without DAYFLY_REPORT_MISSING. If the buffer is too small, fails with ERANGE, and
+ * offsets[count] is the length that it needs. */
+ssize_t dayfly_read_many_ids(const dayfly_dataset *dataset, const uint32_t *ids, size_t count, void *buffer, size_t len,
+                             uint64_t *offsets, int *errors, int flags);
+
 /* ---- Order ---- */
 
 /* An announced order: the files that this process will read next, by any functions. The server fetches them ahead of the
@@ -167,6 +217,9 @@ dayfly_order *dayfly_order_epoch(dayfly *session, const char *path, uint64_t see
 
 /* Announces files of one dataset, in any order. Fails with EXDEV if the files belong to several datasets. */
 dayfly_order *dayfly_order_files(dayfly *session, const char *const *paths, size_t count);
+
+/* Announces files of a dataset by their numbers, in any order. To go on with an order from a position, announce what is left. */
+dayfly_order *dayfly_order_ids(const dayfly_dataset *dataset, const uint32_t *ids, size_t count);
 
 /* Withdraws an order. */
 void dayfly_order_end(dayfly_order *order);

@@ -4,21 +4,25 @@
 //! it passes only handles that it received from this API and has not closed. Null pointers are tolerated: functions fail with
 //! EINVAL or EFAULT.
 
+mod dataset;
 mod many;
+mod message;
 
 use std::ffi::{CString, c_char, c_int, c_uchar, c_void};
 
 use dayfly_client::locate::Environment;
-use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View, cancellation};
+use dayfly_client::{Batch, Dataset, FileKind, OpenFile, Order, Samples, Session, View, cancellation, fault};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::path::join;
 use libc::{size_t, ssize_t};
 
+use crate::attach::next_sigaction;
 use crate::environment;
-use crate::fault::{Fault, answer};
 use crate::memory::{Errno, FromC};
 use crate::stat_form::kernel_form;
+use dataset::{DatasetHandle, SampleFacts, exactly, given};
 use many::{FileRequest, SampleView};
+use message::{Failure, answer, at};
 
 /// A function of the program that is called with a sample's path, the sample's size in bytes, and the program's context.
 type VisitSample = Option<extern "C" fn(*const c_char, u64, *mut c_void) -> c_int>;
@@ -64,11 +68,20 @@ macro_rules! header {
 /// A session's handle, for functions whose results keep using the session. The program closes these results before it detaches.
 type SessionHandle = FromC<'static, *const View>;
 
+/// A handle of a dataset, which uses its session.
+type DatasetPointer = FromC<'static, *const DatasetHandle>;
+
 header! {
+    fn dayfly_error() -> *const c_char {
+        message::get()
+    }
+
     fn dayfly_attach() -> *mut View {
         answer(|| {
             let environment = Environment::read(environment::variable);
             let location = environment.folder()?;
+            // Without the handler, segments are not mapped, and each read takes a system call.
+            let _ = fault::install(next_sigaction);
             let session = Session::attach_to(&location, environment.node(&location)?)?;
             Ok(new_handle(View::new(session)))
         })
@@ -79,7 +92,7 @@ header! {
     }
 
     fn dayfly_open(session: FromC<*const View>, path: FromC<*const c_char>) -> *mut OpenFile {
-        answer(|| Ok(new_handle(object(session)?.open(bytes(path)?)?)))
+        answer(|| Ok(new_handle(open(object(session)?, bytes(path)?)?)))
     }
 
     fn dayfly_close(file: FromC<*mut OpenFile>) -> () {
@@ -113,7 +126,7 @@ header! {
         paths: FromC<*const FromC<*const c_char>>,
         count: size_t,
         flags: c_int,
-    ) -> *mut Batch<'static> {
+    ) -> *mut Batch<&'static Session> {
         answer(|| many::open(object(session)?, paths.slice(count)?, flags))
     }
 
@@ -123,27 +136,27 @@ header! {
         ids: FromC<*const u32>,
         count: size_t,
         flags: c_int,
-    ) -> *mut Batch<'static> {
+    ) -> *mut Batch<&'static Session> {
         answer(|| many::open_ids(object(session)?, bytes(path)?, ids.slice(count)?, flags))
     }
 
-    fn dayfly_batch_next(batch: FromC<*mut Batch<'static>>, out: FromC<*mut SampleView>) -> c_int {
+    fn dayfly_batch_next(batch: FromC<*mut Batch<&'static Session>>, out: FromC<*mut SampleView>) -> c_int {
         answer(|| many::next(object_mut(batch)?, out))
     }
 
-    fn dayfly_batch_wait(batch: FromC<*mut Batch<'static>>) -> c_int {
+    fn dayfly_batch_wait(batch: FromC<*mut Batch<&'static Session>>) -> c_int {
         answer(|| Ok(object_mut(batch)?.wait().map(|()| 0)?))
     }
 
-    fn dayfly_batch_get(batch: FromC<*const Batch<'static>>, index: size_t, out: FromC<*mut SampleView>) -> c_int {
+    fn dayfly_batch_get(batch: FromC<*const Batch<&'static Session>>, index: size_t, out: FromC<*mut SampleView>) -> c_int {
         answer(|| many::get(object(batch)?, index, out))
     }
 
-    fn dayfly_batch_is_good(batch: FromC<*const Batch<'static>>) -> c_int {
+    fn dayfly_batch_is_good(batch: FromC<*const Batch<&'static Session>>) -> c_int {
         object(batch).map_or(0, |batch| c_int::from(batch.is_good()))
     }
 
-    fn dayfly_batch_close(batch: FromC<*mut Batch<'static>>) -> () {
+    fn dayfly_batch_close(batch: FromC<*mut Batch<&'static Session>>) -> () {
         close(batch);
     }
 
@@ -158,10 +171,11 @@ header! {
         epoch: u64,
         reader: u32,
         readers: u32,
-    ) -> *mut Order<'static> {
+    ) -> *mut Order {
         answer(|| {
             let (view, share) = (object(session)?, readers.max(1) as usize);
-            let dataset = view.dataset_of(bytes(path)?)?;
+            let path = bytes(path)?;
+            let dataset = view.dataset_of(path).map_err(at(path))?;
             let samples = Samples::of(dataset.catalog());
             let order = samples.epoch(seed, epoch).skip(reader as usize).step_by(share);
             Ok(new_handle(view.session().submit(&dataset, order)?))
@@ -172,16 +186,74 @@ header! {
         session: SessionHandle,
         paths: FromC<*const FromC<*const c_char>>,
         count: size_t,
-    ) -> *mut Order<'static> {
+    ) -> *mut Order {
         answer(|| many::order(object(session)?, paths.slice(count)?))
     }
 
-    fn dayfly_order_end(order: FromC<*mut Order<'static>>) -> () {
+    fn dayfly_order_ids(dataset: DatasetPointer, ids: FromC<*const u32>, count: size_t) -> *mut Order {
+        answer(|| Ok(new_handle(object(dataset)?.order(given(ids, count)?)?)))
+    }
+
+    fn dayfly_order_end(order: FromC<*mut Order>) -> () {
         close(order);
     }
 
+    fn dayfly_dataset_open(session: SessionHandle, path: FromC<*const c_char>) -> *mut DatasetHandle {
+        answer(|| Ok(new_handle(DatasetHandle::open(object(session)?, bytes(path)?)?)))
+    }
+
+    fn dayfly_dataset_close(dataset: FromC<*mut DatasetHandle>) -> () {
+        close(dataset);
+    }
+
+    fn dayfly_dataset_count(dataset: DatasetPointer) -> u32 {
+        object(dataset).map_or(0, DatasetHandle::count)
+    }
+
+    fn dayfly_dataset_path(dataset: DatasetPointer, id: u32, out: FromC<*mut c_char>, len: size_t) -> ssize_t {
+        answer(|| object(dataset)?.path(id, out, len))
+    }
+
+    fn dayfly_dataset_look(dataset: DatasetPointer, ids: FromC<*const u32>, count: size_t, out: FromC<*mut SampleFacts>) -> c_int {
+        answer(|| object(dataset)?.look(given(ids, count)?, exactly(out, count)?).map(|()| 0))
+    }
+
+    fn dayfly_epoch_ids(dataset: DatasetPointer, seed: u64, epoch: u64, out: FromC<*mut u32>) -> c_int {
+        answer(|| {
+            let dataset = object(dataset)?;
+            dataset.epoch(seed, epoch, exactly(out, dataset.count() as usize)?);
+            Ok(0)
+        })
+    }
+
+    fn dayfly_local_ids(dataset: DatasetPointer, out: FromC<*mut u32>) -> ssize_t {
+        answer(|| {
+            let dataset = object(dataset)?;
+            Ok(dataset.local(exactly(out, dataset.count() as usize)?))
+        })
+    }
+
+    fn dayfly_read_many_ids(
+        dataset: DatasetPointer,
+        ids: FromC<*const u32>,
+        count: size_t,
+        buffer: FromC<*mut c_void>,
+        len: size_t,
+        offsets: FromC<*mut u64>,
+        errors: FromC<*mut c_int>,
+        flags: c_int,
+    ) -> ssize_t {
+        answer(|| {
+            let offsets = exactly(offsets, count.checked_add(1).ok_or(libc::EFAULT)?)?;
+            object(dataset)?.read(given(ids, count)?, buffer, len, offsets, errors.slice_mut(count)?, flags)
+        })
+    }
+
     fn dayfly_stat(session: FromC<*const View>, path: FromC<*const c_char>, out: FromC<*mut libc::stat>) -> c_int {
-        answer(|| Ok(out.put(kernel_form(&object(session)?.stat(bytes(path)?)?)).map(|()| 0)?))
+        answer(|| {
+            let path = bytes(path)?;
+            Ok(out.put(kernel_form(&object(session)?.stat(path).map_err(at(path))?)).map(|()| 0)?)
+        })
     }
 
     fn dayfly_epoch(
@@ -212,7 +284,8 @@ header! {
     fn dayfly_list(session: FromC<*const View>, path: FromC<*const c_char>, see: VisitEntry, context: *mut c_void) -> c_int {
         answer(|| {
             let see = see.ok_or(libc::EINVAL)?;
-            let directory = object(session)?.open_directory(bytes(path)?)?;
+            let path = bytes(path)?;
+            let directory = object(session)?.open_directory(path).map_err(at(path))?;
             for entry in directory.entries(0) {
                 let kind = match entry.kind {
                     FileKind::File => libc::DT_REG,
@@ -230,8 +303,12 @@ header! {
     }
 }
 
+fn open(view: &View, path: &[u8]) -> Result<OpenFile, Failure> {
+    view.open(path).map_err(at(path))
+}
+
 /// Returns the first failure or nonzero result, and does not consume the results after it.
-fn first_nonzero(mut results: impl Iterator<Item = Result<c_int, Fault>>) -> Result<c_int, Fault> {
+fn first_nonzero(mut results: impl Iterator<Item = Result<c_int, Failure>>) -> Result<c_int, Failure> {
     results.find(|result| !matches!(result, Ok(0))).unwrap_or(Ok(0))
 }
 
@@ -242,16 +319,16 @@ fn visit_samples(
     path: &[u8],
     see: VisitSample,
     context: *mut c_void,
-    order: impl Fn(&Samples, &Dataset, &mut dyn FnMut(SampleId) -> Result<c_int, Fault>) -> Result<c_int, Fault>,
-) -> Result<c_int, Fault> {
-    let see = see.ok_or(Fault::Errno(libc::EINVAL))?;
-    let dataset = view.dataset_of(path)?;
+    order: impl Fn(&Samples, &Dataset, &mut dyn FnMut(SampleId) -> Result<c_int, Failure>) -> Result<c_int, Failure>,
+) -> Result<c_int, Failure> {
+    let see = see.ok_or(libc::EINVAL)?;
+    let dataset = view.dataset_of(path).map_err(at(path))?;
     let samples = Samples::of(dataset.catalog());
     let root = join(view.session().prefix(), dataset.target());
     order(&samples, &dataset, &mut |sample| {
         let catalog = dataset.catalog();
-        let entry = samples.entry(sample).and_then(|entry| catalog.entry(entry)).ok_or(Fault::Errno(libc::EIO))?;
-        let path = CString::new(join(&root, &catalog.path(&entry))).map_err(|_| Fault::Errno(libc::EIO))?;
+        let entry = samples.entry(sample).and_then(|entry| catalog.entry(entry)).ok_or(libc::EIO)?;
+        let path = CString::new(join(&root, &catalog.path(&entry))).map_err(|_| libc::EIO)?;
         let size = catalog.attributes(&entry).map_or(0, |attributes| attributes.size);
         Ok(see(path.as_ptr(), size, context))
     })

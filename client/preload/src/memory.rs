@@ -325,6 +325,28 @@ impl<'a> FromC<'a, *mut c_void> {
         if all.len() < len { Err(libc::EFAULT) } else { Ok(all) }
     }
 
+    /// Borrows several of a caller's buffers for writing. Buffers that follow each other in memory are checked with one question,
+    /// because each question costs a system call.
+    ///
+    /// # Errors
+    ///
+    /// EFAULT if not all of them are in writable memory.
+    pub(crate) fn buffers(all: impl Iterator<Item = (Self, usize)> + Clone) -> Result<Vec<&'a mut [u8]>, Errno> {
+        let mut rest = all.clone().filter(|&(_, len)| len > 0).peekable();
+        while let Some((first, mut len)) = rest.next() {
+            while let Some((_, more)) = rest.next_if(|(next, _)| next.0 == first.0.wrapping_byte_add(len)) {
+                len = len.checked_add(more).ok_or(libc::EFAULT)?;
+            }
+            first.buffer(len)?;
+        }
+        let borrow = |(start, len): (Self, usize)| match len {
+            0 => &mut [][..],
+            // SAFETY: `len` bytes by C's promise, which can be written.
+            _ => unsafe { std::slice::from_raw_parts_mut(start.0.cast(), len) },
+        };
+        Ok(all.map(borrow).collect())
+    }
+
     /// Borrows the part of a caller's buffer before the first byte that cannot be written. Reads fill that part, as in the kernel.
     ///
     /// # Errors

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use dayfly_meta::limits::PAGE_SIZE;
 
 const PAGE_LEN: usize = PAGE_SIZE as usize;
-const SLOTS: usize = 256;
+const SLOTS: usize = 1 << SLOT_BITS;
+/// Enough for a batch of some hundred buffers whose first pages are all known.
+const SLOT_BITS: u32 = 10;
 
 /// Readable pages: a page's number plus one, in the slot that [`slot`] names. 0 where the slot is empty.
 static READABLE: [AtomicU64; SLOTS] = [const { AtomicU64::new(0) }; SLOTS];
@@ -34,7 +36,7 @@ const POPULATED_MIN: usize = 3;
 
 fn slot(page: usize) -> usize {
     // The high bits of a product with the golden ratio depend on all bits of the page's number.
-    ((page as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as usize
+    ((page as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - SLOT_BITS)) as usize
 }
 
 /// Returns whether bytes can be read.

@@ -1,6 +1,7 @@
 //! Handles the part of a batch that comes from other nodes: requests it, processes the answers, and releases the leases.
 
 use std::collections::BTreeMap;
+use std::ops::Deref;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
@@ -8,9 +9,9 @@ use dayfly_meta::limits::BATCH_BLOCKS_MAX;
 use dayfly_meta::wire::status::Source;
 
 use super::{Batch, ItemState, LeasedSample, SampleRef};
-use crate::ClientError;
-use crate::fetch::{ArrivedChunk, receive_chunks, release, request_chunks};
-use crate::socket::Socket;
+use crate::attachment::{Attachment, Connection};
+use crate::fetch::{ArrivedChunk, receive_chunks, release, request_for};
+use crate::{ClientError, Session};
 
 /// The chunks that a batch needs from the server, each with the index of its sample.
 #[derive(Default)]
@@ -20,11 +21,11 @@ pub(super) struct RemoteChunks {
     /// The chunks of the request in flight, in the order of the request; `None` for chunks that
     /// have been answered.
     pub(super) requested: Vec<Option<(usize, Chunk)>>,
-    pub(super) socket: Option<Box<Socket>>,
+    pub(super) connection: Option<Connection>,
     pub(super) is_in_flight: bool,
 }
 
-impl Batch<'_> {
+impl<S: Deref<Target = Session>> Batch<S> {
     /// Sends the next request, if chunks are waiting. The request names as many chunks of one dataset as a message may name. No
     /// other request may be in flight.
     pub(super) fn send_request(&mut self) -> Result<(), ClientError> {
@@ -38,14 +39,16 @@ impl Batch<'_> {
         if self.session.is_gone() {
             return Err(ClientError::Gone);
         }
-        let socket = match &mut self.remote.socket {
-            Some(socket) => socket,
-            none => none.insert(self.session.take_socket()?),
+        let connection = match &mut self.remote.connection {
+            Some(connection) => connection,
+            none => none.insert(self.session.take_connection()?),
         };
         self.remote.is_in_flight = true;
         let chunks = requested.iter().map(|(_, chunk)| *chunk).collect();
         self.remote.requested = requested.into_iter().map(Some).collect();
-        request_chunks(socket, dataset, chunks, false)
+        let request = request_for(dataset, chunks, false);
+        // Samples that have arrived lie in the arena of the server that has sent them.
+        if self.leases.is_empty() { self.session.send_first(connection, &request) } else { connection.socket.send(&request) }
     }
 
     /// Processes the next part of an answer.
@@ -59,13 +62,13 @@ impl Batch<'_> {
         if !self.remote.is_in_flight {
             self.send_request()?;
         }
-        let Some(socket) = self.remote.socket.as_mut().filter(|_| self.remote.is_in_flight) else {
+        let Some(Connection { socket, attachment }) = self.remote.connection.as_mut().filter(|_| self.remote.is_in_flight) else {
             return Err(ClientError::Protocol("no request is in flight"));
         };
         // After a failure the request stays in flight. When the batch is dropped, its views end and then the connection is
         // closed, so that no later request mistakes a late answer for its own.
         let answer = receive_chunks(socket, self.remote.requested.len())?;
-        let (is_held, is_last, is_empty) = (answer.is_held(self.session), answer.is_last, answer.is_empty());
+        let (is_held, is_last, is_empty) = (answer.is_held(attachment), answer.is_last, answer.is_empty());
         self.remote.is_in_flight = !is_last;
         if is_held {
             self.leases.extend(answer.lease);
@@ -82,7 +85,7 @@ impl Batch<'_> {
             let len = self.items[index].as_ref().map_or(0, SampleRef::size);
             self.states[index] = match chunk {
                 ArrivedChunk::Leased(chunk) => {
-                    chunk.mark(self.session);
+                    chunk.mark(attachment);
                     (count, bytes) = (count + 1, bytes + len);
                     ItemState::Leased(LeasedSample { chunk, len, is_delivered: false })
                 }
@@ -91,15 +94,15 @@ impl Batch<'_> {
             };
             self.arrived.push_back(index);
         }
-        self.session.count(Source::Asked, count, bytes);
-        if is_last {
-            if is_empty {
-                // The arena has no room for another chunk of ours until we release some leases.
-                self.copy_and_release()?;
-            }
-            self.request_rest()?;
+        attachment.count(Source::Asked, count, bytes);
+        self.leased_bytes += bytes;
+        let is_within_share = attachment.lease(bytes);
+        // The arena has no room for another chunk of ours until we release some leases; or other batches of this process lease so
+        // much that one more chunk for each batch would fill the arena.
+        if is_last && is_empty || !is_within_share {
+            self.copy_and_release()?;
         }
-        Ok(())
+        if is_last { self.request_rest() } else { Ok(()) }
     }
 
     /// Requests the chunks that the server had no room for, and then those that were not requested yet.
@@ -114,10 +117,12 @@ impl Batch<'_> {
 
     /// Copies all leased samples and releases their leases, because others need the room or this process has used up its share.
     pub(super) fn copy_and_release(&mut self) -> Result<(), ClientError> {
+        let attachment = self.remote.attachment();
         for state in &mut self.states {
-            let ItemState::Leased(leased) = *state else { continue };
-            let bytes = leased.chunk.bytes(self.session, leased.len)?.to_vec();
-            if leased.chunk.is_held(self.session) {
+            let (ItemState::Leased(leased), Some(attachment)) = (&*state, attachment) else { continue };
+            let leased = *leased;
+            let bytes = leased.chunk.bytes(attachment, leased.len)?.to_vec();
+            if leased.chunk.is_held(attachment) {
                 *state = ItemState::Copied(bytes);
             } else if !leased.is_delivered {
                 *state = ItemState::Deferred;
@@ -128,27 +133,35 @@ impl Batch<'_> {
 
     /// Releases the leases if the server recalls them because others are waiting for room.
     pub(super) fn release_if_recalled(&mut self) -> Result<(), ClientError> {
-        let is_recalled = |socket: &Socket| self.session.status_page().is_recalled(socket.number());
+        let is_recalled = |Connection { socket, attachment }: &Connection| attachment.status_page().is_recalled(socket.number());
         // This runs before every sample, so the system call `getpid` comes last.
-        let is_recalled = !self.leases.is_empty() && self.remote.socket.as_deref().is_some_and(is_recalled);
+        let is_recalled = !self.leases.is_empty() && self.remote.connection.as_ref().is_some_and(is_recalled);
         if is_recalled && self.process == std::process::id() { self.copy_and_release() } else { Ok(()) }
     }
 
     /// Returns whether the lease was still in force when the program last looked at the sample, which was before this call.
     pub(super) fn holds(&self, leased: &LeasedSample) -> bool {
-        !self.is_broken && leased.chunk.is_held(self.session)
+        !self.is_broken && self.remote.attachment().is_some_and(|attachment| leased.chunk.is_held(attachment))
     }
 
     pub(super) fn release(&mut self) -> Result<(), ClientError> {
         let leases = std::mem::take(&mut self.leases);
-        match &mut self.remote.socket {
-            Some(socket) => release(socket, leases),
+        if let Some(attachment) = self.remote.attachment() {
+            attachment.release(std::mem::take(&mut self.leased_bytes));
+        }
+        match &mut self.remote.connection {
+            Some(connection) => release(&mut connection.socket, leases),
             None => Ok(()),
         }
     }
 }
 
 impl RemoteChunks {
+    /// Returns the server that has sent the chunks.
+    pub(super) fn attachment(&self) -> Option<&Attachment> {
+        self.connection.as_ref().map(|connection| &*connection.attachment)
+    }
+
     pub(super) fn is_done(&self) -> bool {
         self.waiting.is_empty() && self.requested.iter().all(Option::is_none)
     }

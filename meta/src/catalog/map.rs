@@ -11,8 +11,9 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::NOT_STORED_MIN;
 use super::layout::{
-    BUCKET_LEN, COLUMNS, Column, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord, LargeRecord, NodeRecord,
-    OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceKind, SourceRecord, Start, VERSION, WIDTHS, index_bucket,
+    BUCKET_LEN, COLUMNS, Column, Compression, EntryKind, EntryRecord, Extent, Grouping, HEADER_LEN_MAX, HeaderRecord,
+    LargeRecord, NodeRecord, OriginRecord, Place, PlacedPathRecord, START_LEN, Source, SourceKind, SourceRecord, Start, VERSION,
+    WIDTHS, index_bucket,
 };
 use crate::checksum::combine;
 use crate::chunk::Chunk;
@@ -485,6 +486,11 @@ impl Catalog {
         let prefix = self.names(record.path_offset.checked_add(path.len() as u64)?, u64::from(record.prefix_len))?.to_vec();
         let SourceRecord { kind, compression, version, inode, .. } = record;
         Some(Source { path, prefix, kind, compression, version, inode })
+    }
+
+    /// Returns the compression of a source.
+    pub fn compression(&self, source: u32) -> Option<Compression> {
+        Some(SourceRecord::decode(self.record(Column::Sources, u64::from(source))?)?.compression)
     }
 
     pub(super) fn node(&self, column: Column, row: u32) -> Option<NodeRecord> {

@@ -17,6 +17,13 @@ pub enum Command {
     Status,
     /// Changes how all nodes prefetch and cache. Event: `Tuned`.
     Tune(Policy),
+    /// Starts a new server in the place of a lost one. Events: `Rejoining`, and at the end `Rejoined`.
+    Rejoin {
+        /// The lost node.
+        node: u16,
+        /// The host on which the server is to run; `None` for the host of the lost server.
+        host: Option<String>,
+    },
     /// Ends the session on this node, and on other nodes unless `except` excludes them. Event: `Down`;
     /// then the server exits.
     Down {
@@ -122,6 +129,10 @@ pub enum Event {
     Status(Status),
     /// All nodes have changed their policy; this is the policy in force.
     Tuned(Policy),
+    /// A new server is being started. This event repeats until the server is a member or has failed.
+    Rejoining,
+    /// The new server is a member of the session, or the user has to start it. The message says which.
+    Rejoined(String),
     /// This node, and those that it had to contact, have stopped serving.
     Down {
         /// The number of nodes that stopped.
@@ -143,7 +154,9 @@ pub enum Event {
 impl Event {
     /// Returns whether no further event follows this one.
     pub fn is_last(&self) -> bool {
-        !matches!(self, Self::Planned(_) | Self::Progress(_) | Self::WentOn { .. } | Self::Restarted { .. })
+        let goes_on =
+            matches!(self, Self::Planned(_) | Self::Progress(_) | Self::WentOn { .. } | Self::Restarted { .. } | Self::Rejoining);
+        !goes_on
     }
 }
 
@@ -354,13 +367,13 @@ pub struct Summary {
     pub counts: Counts,
     /// Milliseconds from the request to this summary.
     pub elapsed_ms: u64,
-    /// How much more than the mean the fullest node holds, in thousandths of the mean.
+    /// How much more than the mean of the nodes that took part the fullest one holds, in thousandths of the mean.
     pub imbalance_permille: u64,
     /// How many nodes store each block.
     pub copies: u16,
     /// Bytes of the blocks that were copied to further nodes.
     pub copied_bytes: u64,
-    /// Bytes of copies that found no room.
+    /// Bytes of copies that are missing, because they found no room, or because a node was lost.
     pub uncopied_bytes: u64,
     /// Source bytes that were read a second time, because a worker had started its range at a wrong
     /// position.

@@ -6,7 +6,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::control::{Command, Event};
 use crate::chunk::Chunk;
-use crate::id::{DatasetId, NodeId, SampleId, SessionId};
+use crate::id::{BlockId, DatasetId, NodeId, SampleId, SessionId};
 
 /// A request from a client.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -54,6 +54,15 @@ pub enum FromClient {
     },
     /// A command. Answers: `Event`s; the last one is the result.
     Control(Command),
+    /// Asks for the copy of a block that all processes of the node map. Answer: `BlockCopy`.
+    ShareBlock {
+        /// The dataset that the block belongs to.
+        dataset: DatasetId,
+        /// The block that the client is about to map.
+        block: BlockId,
+    },
+    /// Says that the client has filled the copy that the last `BlockCopy` on this connection assigned to it. Answer: `BlockCopy`.
+    BlockFilled,
 }
 
 /// An answer from a server.
@@ -114,6 +123,9 @@ pub enum FromServer {
     Ordered,
     /// Descriptor: an empty, unnamed, writable file.
     Spill,
+    /// The copy of a block. Descriptor: the copy, a file without a name, which is writable only if the client is to fill it. None while
+    /// another process fills it.
+    BlockCopy(BlockCopy),
     /// A report about a command.
     Event(Event),
     /// The request was rejected.
@@ -121,6 +133,17 @@ pub enum FromServer {
         /// A message for the user.
         reason: String,
     },
+}
+
+/// How far the copy of a block is.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BlockCopy {
+    /// It has all bytes of the block, and the server has checked them.
+    Whole,
+    /// It is empty, and the client is to fill it.
+    Assigned,
+    /// Another process fills it.
+    Busy,
 }
 
 /// The result for one chunk of a request.

@@ -281,8 +281,10 @@ pub struct RecoveryStatus {
 pub struct OwnerStatus {
     /// What the owner sent.
     pub reads: Reads,
-    /// Requests sent to the owner.
+    /// Requests that the owner answered.
     pub requests: u64,
+    /// Requests that failed, for example because the owner did not answer.
+    pub failures: u64,
     /// The total time that those requests took, in microseconds.
     pub busy_us: u64,
 }

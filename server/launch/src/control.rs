@@ -2,14 +2,18 @@
 //!
 //! Each server connects to the supervisor and sends [`FromServer::Hello`]. The supervisor answers
 //! with the node number, collects the addresses, and has node 0 connect all servers. From then on
-//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`]. A server whose
+//! both sides send heartbeats: [`FromSupervisor::Renew`] and [`FromServer::Alive`]. In a session of many servers, heartbeats travel
+//! along a tree of servers: [`FromSupervisor::Round`] and [`FromServer::Heard`]. A server whose
 //! channel breaks dials again and sends [`FromServer::Resume`]. One that was lost in the meantime is
 //! told to [return](FromSupervisor::Return), and is a member again after [`FromServer::CaughtUp`].
+//!
+//! A new server that takes the place of a lost one names its node in its hello. It gets the node
+//! number like the others, and then [`FromSupervisor::Replace`] instead of the roster.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 
-use dayfly_meta::roster::RosterChange;
+use dayfly_meta::roster::{LeaseRound, RosterChange};
 use dayfly_server::channel::{Receiver, Sender};
 use dayfly_server::{Ability, Agreement};
 use serde::de::DeserializeOwned;
@@ -26,6 +30,8 @@ pub(crate) enum FromServer {
         addresses: Vec<IpAddr>,
         /// Warnings for the user.
         warnings: Vec<String>,
+        /// The lost node whose place the server is to take.
+        replaces: Option<u16>,
     },
     /// The server listens for peers.
     Started { address: SocketAddr, ability: Ability },
@@ -36,10 +42,16 @@ pub(crate) enum FromServer {
     Ready,
     /// A heartbeat of the server.
     Alive,
+    /// From the root of the tree along which leases are renewed: the servers that have been heard.
+    Heard(Vec<u16>),
     /// The first message of a server that has lost its control channel and has dialed again.
     Resume { node: u16, incarnation: u32 },
     /// The server has caught up with the session, and can be a member again.
     CaughtUp { incarnation: u32, address: SocketAddr },
+    /// A new server cannot catch up with the session, and has ended. The node stays lost.
+    GaveUp { reason: String },
+    /// A user wants a new server in the place of a lost one. The answer has the same number.
+    Rejoin { number: u64, node: u16, host: Option<String> },
     /// The server ends because it was asked to.
     Ended,
     /// The server cannot start, or cannot continue.
@@ -52,7 +64,7 @@ pub(crate) enum FromSupervisor {
     /// The server becomes this node. It listens at `listen`, or else at the address of its control
     /// channel.
     JoinAs { node: u16, listen: Option<IpAddr> },
-    /// The server's node already has a server, so the server that gets this message ends.
+    /// The server's node has another server, so the server that gets this message ends.
     Surplus,
     /// To node 0: connect all nodes, with the transport to try.
     Roster { addresses: Vec<SocketAddr>, agreement: Agreement },
@@ -60,8 +72,15 @@ pub(crate) enum FromSupervisor {
     Agree(Agreement),
     /// Heartbeat: the session continues.
     Renew,
+    /// To the root of the tree along which leases are renewed: the session continues.
+    Round(LeaseRound),
     /// The members have changed.
     Change(RosterChange),
+    /// To a new server in the place of a lost one: the session as it began, and what has changed since. The server becomes a
+    /// member when it has caught up with the session as this incarnation.
+    Replace { addresses: Vec<SocketAddr>, agreement: Agreement, incarnation: u32, change: RosterChange },
+    /// What became of [`FromServer::Rejoin`]: a message for the user, or the reason of a failure.
+    Rejoined { number: u64, outcome: Result<String, String> },
     /// The server was lost. To be a member again, it catches up with the session as this incarnation.
     Return { incarnation: u32, change: RosterChange },
     /// The session ends.

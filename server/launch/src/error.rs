@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use dayfly_client::ClientError;
 use dayfly_client::locate::NotPrivate;
 use dayfly_meta::deadlines::DeadlineError;
-use dayfly_meta::limits::NODES_MAX;
+use dayfly_meta::limits::{NODES_MAX, SERVER_DESCRIPTORS_MIN};
 use dayfly_meta::path::display;
 use dayfly_server::{Obstacle, StartError};
 use nix::unistd::User;
@@ -339,6 +339,15 @@ pub enum LaunchError {
     SupervisorSilent {
         /// How long the server waited.
         seconds: u64,
+    },
+    /// The server may not open enough files.
+    #[error(
+        "a server may have only {limit} files open here, and needs at least {SERVER_DESCRIPTORS_MIN}: raise the hard limit with \
+         'ulimit -n', 'nofile' in /etc/security/limits.conf, or LimitNOFILE of the workload manager's daemon"
+    )]
+    DescriptorLimit {
+        /// How many files the process may have open, at most.
+        limit: u64,
     },
     /// The control channel failed.
     #[error("the control channel to the supervisor failed: {0}")]

@@ -34,6 +34,8 @@ pub(crate) struct Invitation {
     pub(crate) host: Option<String>,
     /// The variable that holds the host's name, if the invitation is for all servers.
     pub(crate) node_name_variable: Option<String>,
+    /// The lost node whose place the server is to take.
+    pub(crate) replaces: Option<u16>,
     /// Whether the server runs as a job step (see `Launcher::is_job_step`).
     pub(crate) is_job_step: bool,
     /// Whether all servers run on one machine (see `Launcher::is_local`).
@@ -97,6 +99,7 @@ pub(crate) struct Settings {
     pub(crate) stage_in_workers: Option<u16>,
     pub(crate) pfs_streams: u16,
     pub(crate) recovery_rate: u64,
+    pub(crate) recovery_timeout_ms: u64,
     pub(crate) prefix: Vec<u8>,
     pub(crate) verify_reads: bool,
     pub(crate) encrypt: bool,

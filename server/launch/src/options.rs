@@ -24,10 +24,15 @@ pub struct SessionOptions {
     /// Bytes per second that each server reads to recover the blocks of lost nodes; 0 to recover nothing in the background. `None`:
     /// the default.
     pub recovery_rate: Option<u64>,
+    /// How long readers wait for samples of compressed archives that are read again after the loss of a node; 0 to not read them
+    /// again. `None`: the default.
+    pub recovery_timeout: Option<Duration>,
     /// How long a stage-in may stand still before it fails. `None`: the default.
     pub stage_in_timeout: Option<Duration>,
     /// How long a server may be silent before it counts as lost. `None`: the default.
     pub lost_after: Option<Duration>,
+    /// Whether the supervisor starts a new server in the place of one that has died.
+    pub restarts_lost: bool,
     /// The absolute path below which programs see the namespace.
     pub prefix: Vec<u8>,
     /// How nodes reach each other.
@@ -46,6 +51,8 @@ pub struct SessionOptions {
     pub allow_network_data_dir: bool,
     /// Divides every deadline of the session; for tests.
     pub deadlines_divisor: u32,
+    /// Renews leases along a tree of this width, even in a small session; for tests.
+    pub lease_tree_width: Option<u16>,
     /// Where the servers run.
     pub launch: LaunchOptions,
 }
@@ -60,8 +67,10 @@ impl Default for SessionOptions {
             stage_in_workers: None,
             pfs_streams: None,
             recovery_rate: None,
+            recovery_timeout: None,
             stage_in_timeout: None,
             lost_after: None,
+            restarts_lost: true,
             prefix: b"/dayfly".to_vec(),
             transport: Preference::Auto,
             rdma_device: None,
@@ -71,6 +80,7 @@ impl Default for SessionOptions {
             verify_reads: false,
             allow_network_data_dir: false,
             deadlines_divisor: 1,
+            lease_tree_width: None,
             launch: LaunchOptions::default(),
         }
     }

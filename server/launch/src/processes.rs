@@ -58,6 +58,8 @@ pub(crate) enum Event {
 
 /// The end of a process.
 pub(crate) struct Exit {
+    /// The number of the process: the first one has 1.
+    pub(crate) number: usize,
     /// The hosts whose servers the process was to start. In a tree, it may have started only some of
     /// them.
     pub(crate) hosts: Vec<String>,
@@ -157,12 +159,18 @@ impl LauncherProcesses {
         let lines = self.lines_sender.clone();
         let all_hosts = hosts.clone();
         let advice = launcher.advice;
+        let number = self.started.len() + 1;
         let process = self.running.spawn(async move {
             let reason = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program, advice).await;
-            Exit { hosts, reason }
+            Exit { number, hosts, reason }
         });
         self.started.push((all_hosts, process));
         Ok(())
+    }
+
+    /// Returns how many processes have been started, including those that have ended.
+    pub(crate) fn started_count(&self) -> usize {
+        self.started.len()
     }
 
     /// Returns the next event. Waits forever if there will be none.

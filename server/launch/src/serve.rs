@@ -222,7 +222,7 @@ async fn wait_and_serve(
 ) -> Result<(), LaunchError> {
     let addresses = own_addresses(None).unwrap_or_default();
     let warnings = environment.warnings.clone();
-    send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings }).await?;
+    send(&mut sender, &FromServer::Hello { names: names.clone(), addresses, warnings, replaces: invitation.replaces }).await?;
     // The supervisor waits for other servers and has its own deadline. The one here covers a supervisor
     // that has vanished.
     let patience = Duration::from_millis(invitation.start_timeout_ms) + invitation.settings.deadlines.lease;
@@ -304,6 +304,7 @@ async fn start(
         key,
         encrypt: settings.encrypt,
         node,
+        is_replacement: invitation.replaces.is_some(),
         listen: SocketAddr::new(listen, 0),
         network: Options {
             preference: settings.transport,
@@ -325,6 +326,7 @@ async fn start(
         stage_in_memory: environment.stage_in_memory,
         pfs_streams: usize::from(settings.pfs_streams),
         recovery_rate: settings.recovery_rate,
+        recovery_timeout: Duration::from_millis(settings.recovery_timeout_ms),
         deadlines: settings.deadlines,
     };
     locks.push(environment.lock);
@@ -349,7 +351,7 @@ impl Serving {
         let Self { server, location, watch, locks } = self;
         let server = &server;
         send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
-        let (mut loss, patience) = (None, invitation.settings.deadlines.lease_interval);
+        let (mut loss, mut gave_up, patience) = (None, None, invitation.settings.deadlines.lease_interval);
         let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;
         let mut follower = Follower::new(server, node, dialer, sender, receiver);
         let cause = tokio::select! {
@@ -363,6 +365,10 @@ impl Serving {
             cause = async {
                 match follower.follow(start_ticks).await {
                     Parting::Ended(cause) => cause,
+                    Parting::GaveUp(reason) => {
+                        gave_up = Some(reason);
+                        "it cannot catch up with the session"
+                    }
                     Parting::Lost(cause) => stay(server, &location, Duration::from_millis(invitation.keep_ms), cause).await,
                 }
             } => cause,
@@ -380,10 +386,17 @@ impl Serving {
             // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
-        follower.tell(&FromServer::Ended).await;
+        if gave_up.is_none() {
+            follower.tell(&FromServer::Ended).await;
+        }
         server.close();
         tracing::info!(cause, "the session has ended on this node");
         drop(locks);
+        if let Some(reason) = gave_up {
+            tracing::error!(reason, "this server gives up the place of the lost one");
+            // From now on another server may be started for this node, so its locks must be free.
+            follower.tell(&FromServer::GaveUp { reason }).await;
+        }
         Ok(())
     }
 }

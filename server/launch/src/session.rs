@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
-use dayfly_meta::limits::{PFS_STREAMS_DEFAULT, RECOVERY_RATE_DEFAULT};
+use dayfly_meta::limits::{PFS_STREAMS_DEFAULT, RECOVERY_RATE_DEFAULT, RECOVERY_TIMEOUT_DEFAULT};
 use dayfly_server::Key;
 use nix::fcntl::Flock;
 use tokio::sync::oneshot;
@@ -71,6 +71,8 @@ impl RunningSession {
             key_file,
             min_nodes: plan.options.launch.min_nodes.map_or(plan.allocation.hosts.len(), usize::from),
             start_timeout: plan.options.launch.start_timeout,
+            restarts_lost: plan.options.restarts_lost,
+            lease_tree_width: plan.options.lease_tree_width,
             allocation: plan.allocation,
             notices: notices.clone(),
         };
@@ -135,6 +137,7 @@ fn invitation(plan: &SessionPlan, session: SessionId, key: Zeroizing<[u8; 32]>, 
         supervisor: Vec::new(),
         host: None,
         node_name_variable: launcher.node_name_variable.map(str::to_owned),
+        replaces: None,
         is_job_step: launcher.is_job_step,
         is_local: launcher.is_local(),
         job: plan.allocation.job.clone(),
@@ -149,6 +152,7 @@ fn invitation(plan: &SessionPlan, session: SessionId, key: Zeroizing<[u8; 32]>, 
             stage_in_workers: options.stage_in_workers,
             pfs_streams: options.pfs_streams.unwrap_or(PFS_STREAMS_DEFAULT),
             recovery_rate: options.recovery_rate.unwrap_or(RECOVERY_RATE_DEFAULT),
+            recovery_timeout_ms: options.recovery_timeout.unwrap_or(RECOVERY_TIMEOUT_DEFAULT).as_millis() as u64,
             prefix: plan.prefix.clone(),
             verify_reads: options.verify_reads,
             encrypt: options.encrypt,

@@ -4,11 +4,14 @@
 //! ([`start`]). Then it holds the session's lease over them ([`lease`]): as long as the supervisor
 //! lives, it sends each server a heartbeat. When the supervisor ends, for whatever reason, the
 //! servers end: at once if nothing listens at its address anymore, and otherwise when no heartbeat
-//! has come for the length of the lease. The supervisor alone decides which servers are members.
+//! has come for the length of the lease. The supervisor alone decides which servers are members, and
+//! starts new ones in the place of those that have died ([`replacement`], [`newcomer`]).
 //!
 //! The supervisor runs on a thread of its own with a single-threaded runtime.
 
 mod lease;
+mod newcomer;
+mod replacement;
 mod start;
 
 use std::pin::pin;
@@ -47,7 +50,7 @@ impl Supervisor {
         let thread = thread::Builder::new().name("supervisor".to_owned()).spawn(move || {
             runtime.block_on(async {
                 let cancelled = async { drop(cancelled.await) };
-                let (deadlines, notices) = (request.invitation.settings.deadlines, request.notices.clone());
+                let notices = request.notices.clone();
                 let session = request.session;
                 let mut start = SessionStart::new(request);
                 let mut gone = pin!(until_gone(watch));
@@ -61,8 +64,8 @@ impl Supervisor {
                         tracing::info!(%session, nodes = started.members.len(), "the session is up");
                         // The caller of this function waits for the result.
                         let _ = result_sender.send(Ok(()));
-                        let mut processes = start.into_processes();
-                        let loss = lease::hold(started, &mut processes, deadlines, &notices, ending, gone).await;
+                        let (mut processes, request) = start.into_parts();
+                        let loss = lease::hold(started, request, &mut processes, ending, gone).await;
                         if let Some(reason) = loss {
                             tracing::warn!(%session, reason, "the session is lost");
                             // If nobody waits for the reason, ending the session is all that can be
@@ -74,7 +77,7 @@ impl Supervisor {
                     Err(error) => {
                         tracing::warn!(%session, %error, "the session did not start");
                         // This closes all control channels, so servers that have joined end.
-                        let mut processes = start.into_processes();
+                        let (mut processes, _) = start.into_parts();
                         wind_down(&mut processes, &notices).await;
                         let _ = result_sender.send(Err(error));
                     }

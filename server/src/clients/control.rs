@@ -1,13 +1,16 @@
 //! Command-line commands that concern the whole session.
 
 use std::io;
+use std::pin::pin;
 
+use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Command, Event, StageInRequest};
 use dayfly_meta::wire::local::FromServer;
 use dayfly_meta::wire::peer::AdministrationRequest;
 use dayfly_meta::wire::status::Policy;
 use futures_util::future::join_all;
 use tokio::sync::mpsc;
+use tokio::time::timeout;
 
 use super::{Client, ClientContext};
 use crate::coordinator::{self, EVENTS_QUEUE_LEN};
@@ -24,6 +27,19 @@ impl Client {
                     Ok(policy) => Event::Tuned(policy),
                     Err(error) => {
                         Event::Failed { reason: format!("not all nodes have applied the policy: {error}"), can_restart: false }
+                    }
+                };
+                self.send_event(event).await
+            }
+            Command::Rejoin { node, host } => {
+                let membership = self.context.membership.clone();
+                let mut rejoining = pin!(membership.rejoin(NodeId(node), host));
+                // The client takes a long silence for a server that stands still.
+                let event = loop {
+                    match timeout(self.context.deadlines().request, &mut rejoining).await {
+                        Ok(Ok(message)) => break Event::Rejoined(message),
+                        Ok(Err(reason)) => break Event::Failed { reason, can_restart: false },
+                        Err(_) => self.send_event(Event::Rejoining).await?,
                     }
                 };
                 self.send_event(event).await

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use dayfly_meta::catalog::{EntryId, block_len};
-use dayfly_meta::id::BlockId;
+use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::wire::control::{ClassShare, NodeShare};
 
 use dayfly_stagein::has_archive_ending;
@@ -71,9 +71,34 @@ impl Distribution {
     }
 }
 
-/// Returns how much more the fullest node stores than the mean, in thousandths of the mean.
-pub(super) fn imbalance_permille(nodes: &[NodeShare]) -> u64 {
-    let all: u64 = nodes.iter().map(|node| node.bytes).sum();
-    let fullest = u128::from(nodes.iter().map(|node| node.bytes).max().unwrap_or(0)) * nodes.len() as u128 * 1000;
-    fullest.checked_div(u128::from(all)).map_or(0, |share| (share as u64).saturating_sub(1000))
+/// Returns how much more the fullest node stores than the mean, in thousandths of the mean. Both are of the nodes in `among`: a lost
+/// node stores nothing.
+pub(super) fn imbalance_permille(nodes: &[NodeShare], among: impl IntoIterator<Item = NodeId>) -> u64 {
+    let bytes: Vec<u64> = among.into_iter().filter_map(|node| Some(nodes.get(node.index())?.bytes)).collect();
+    let (all, fullest): (u64, _) = (bytes.iter().sum(), bytes.iter().max().copied().unwrap_or(0));
+    let share = (u128::from(fullest) * bytes.len() as u128 * 1000).checked_div(u128::from(all));
+    share.map_or(0, |share| (share as u64).saturating_sub(1000))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_that_takes_no_part_is_not_in_the_mean() {
+        let stored = |bytes: &[u64]| bytes.iter().map(|&bytes| NodeShare { bytes, ..NodeShare::default() }).collect::<Vec<_>>();
+        let cases = [
+            (&[100, 100, 100, 100][..], &[0, 1, 2, 3][..], 0),
+            (&[150, 50, 100, 100], &[0, 1, 2, 3], 500),
+            (&[100, 0, 100, 100], &[0, 2, 3], 0),
+            (&[100, 900, 110, 90], &[0, 2, 3], 100),
+            (&[0, 0], &[0, 1], 0),
+            (&[5], &[], 0),
+            (&[5], &[0, 7], 0),
+        ];
+        for (bytes, among, imbalance) in cases {
+            let among_nodes = among.iter().copied().map(NodeId);
+            assert_eq!(imbalance_permille(&stored(bytes), among_nodes), imbalance, "{bytes:?} among {among:?}");
+        }
+    }
 }

@@ -142,14 +142,22 @@ impl CoordinatorError {
         }
     }
 
-    /// Returns whether the cause is that a node is lost or does not answer, so that another attempt may succeed.
+    /// Returns whether the cause is that a node is lost, does not answer or has left the stage-in, so that another attempt may
+    /// succeed.
     pub(super) fn is_absence(&self) -> bool {
+        // A node leaves the stage-in if its coordinator does not answer for a while, or if a new server takes the node's place.
+        let has_left = |rejection: &Rejection| rejection.kind == RejectionKind::NoSuchStageIn;
         match self {
             Self::Shared(error) => error.is_absence(),
             Self::NodeLost { .. } | Self::NodeSilent { .. } | Self::StoodDown => true,
+            Self::Peer(PeerError::Rejected { rejection, .. }) if has_left(rejection) => true,
             Self::NodeMissing(error) | Self::Peer(error) => error.is_absence(),
-            Self::OnNode { cause, .. } => {
-                cause.downcast_ref::<Rejection>().is_some_and(|rejection| rejection.kind == RejectionKind::PeerFailed)
+            Self::OnNode { cause, .. } => cause
+                .downcast_ref::<Rejection>()
+                .is_some_and(|rejection| rejection.kind == RejectionKind::PeerFailed || has_left(rejection)),
+            Self::Merge(error) | Self::Links(ResolveError::Read(error)) => {
+                let node_failed = error.get_ref().and_then(|cause| cause.downcast_ref::<Self>());
+                node_failed.is_some_and(Self::is_absence)
             }
             _ => false,
         }
@@ -192,5 +200,22 @@ impl CoordinatorError {
             Self::Shared(error) => error,
             error => Arc::new(error),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// SEMANTICS: "if a node has given up its part because it could not reach the coordinator."
+    #[test]
+    fn a_stage_in_may_begin_again_without_a_node_that_has_left_it() {
+        let failed = |kind| {
+            let rejection = Rejection::new(kind, "the stage-in has ended on this node, or never began here");
+            CoordinatorError::Peer(PeerError::Rejected { node: NodeId(3), rejection })
+        };
+        assert!(failed(RejectionKind::NoSuchStageIn).is_absence());
+        assert!(failed(RejectionKind::PeerFailed).is_absence());
+        assert!(!failed(RejectionKind::SourceFailed).is_absence());
     }
 }

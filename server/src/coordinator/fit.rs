@@ -164,6 +164,10 @@ impl Fit {
 /// Returns a node that has too little room for the copies that it would hold, and the bytes that it needs. A small node holds more
 /// than its share as a further candidate, because a node never holds a block twice.
 fn full_node(bytes: u64, free: &[u64], copies: u16, seed: u64) -> Option<(usize, u64)> {
+    // Each node has room for one copy of everything, so no placement can be too much for it.
+    if free.iter().all(|&free| free >= bytes) {
+        return None;
+    }
     let members = (0..).map(NodeId).zip(free).map(|(node, &capacity)| Member { node, capacity });
     let placement = Placement::new(seed, &members.collect::<Vec<_>>());
     let mut held = vec![0_u64; free.len()];

@@ -1,5 +1,6 @@
 //! The requests to all nodes that turn a plan into a dataset: begin, finish, merge, prepare, commit, settle or abort.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -64,7 +65,7 @@ impl Publication<'_> {
     pub(super) async fn prepare(&self) -> Result<Merged, CoordinatorError> {
         let (start, context) = (Instant::now(), &self.coordinator.context);
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
-        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.stage_in.participants().len().max(1) as u64));
+        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.stage_in.readers() as u64));
         let stage_in = self.stage_in.number;
         let Fit { stored_share, expected_files, .. } = self.fit;
         let capacities = self.free.clone();
@@ -161,6 +162,7 @@ impl Publication<'_> {
         let request = NodeStageInRequest::Copy { stage_in: self.stage_in.number, is_required };
         self.stage_in.progress().phase = Phase::Copying;
         let mut detector = StallDetector::new(deadlines);
+        let mut wanted_by = HashMap::new();
         loop {
             let (mut all, mut all_steps, mut left, mut slowest) = (Copied::default(), 0, 0, None);
             let nodes = self.stage_in.participants().into_iter().filter(|&node| context.peers.roster().is_live(node));
@@ -172,6 +174,7 @@ impl Publication<'_> {
                 let is_done = match reply {
                     Ok(NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done }) => {
                         all.wanted_bytes += wanted.bytes;
+                        wanted_by.insert(node, wanted);
                         all.copied.add(copied);
                         all.uncopied.add(uncopied);
                         all_steps += steps;
@@ -192,6 +195,10 @@ impl Publication<'_> {
                 (progress.copied_bytes, progress.to_copy_bytes) = (all.copied.bytes, all.wanted_bytes);
             }
             let Some(node) = slowest else {
+                // Nobody has the copies of a node that was lost meanwhile, until other nodes make them again.
+                let roster = context.peers.roster();
+                let of_lost = wanted_by.into_iter().filter(|(node, _)| !roster.is_live(*node));
+                of_lost.for_each(|(_, wanted)| all.uncopied.add(wanted));
                 *self.copied.lock().unwrap_or_else(PoisonError::into_inner) = all;
                 return Ok(());
             };
@@ -244,7 +251,10 @@ impl Publication<'_> {
             return Err(CoordinatorError::CutOff(context.deadlines().publish_lease.as_secs_f64()));
         }
         match term::carry_out(context, self.stage_in.number, Decision::Commit).await {
-            Outcome::Done => Ok(()),
+            Outcome::Done { strangers } => {
+                term::catch_up(context, strangers).await;
+                Ok(())
+            }
             Outcome::StoodDown => Err(CoordinatorError::StoodDown),
             Outcome::Failed(error) => Err(error.into()),
         }
@@ -294,7 +304,7 @@ impl Publication<'_> {
         let nodes = context.peers.count();
         let distribution = context.blocking.run(move || Distribution::of(&dataset, nodes)).await?;
         let Distribution { mut nodes, sizes, classes, archives } = distribution;
-        let imbalance_permille = distribution::imbalance_permille(&nodes);
+        let imbalance_permille = distribution::imbalance_permille(&nodes, self.stage_in.participants());
         let (rates, rate_interval_ms) = self.stage_in.rates();
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage_in.progress().nodes).zip(rates) {
             (node.counted, node.rates) = (*counted, rates);
@@ -343,7 +353,7 @@ pub(super) async fn summary_of(
         source_bytes: 0,
         counts: Counts::default(),
         elapsed_ms: start.elapsed().as_millis() as u64,
-        imbalance_permille: distribution::imbalance_permille(&nodes),
+        imbalance_permille: distribution::imbalance_permille(&nodes, context.peers.roster().live()),
         redone_bytes: 0,
         nodes,
         sizes,

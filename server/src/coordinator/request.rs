@@ -25,6 +25,9 @@ pub(crate) async fn stage_in(peers: Arc<Peers>, request: StageInRequest, events:
             None => return,
         };
         let Event::Failed { reason, can_restart: true } = &last else {
+            if restarts > 0 && matches!(last, Event::StagedIn(_)) {
+                show_here(&peers, &events).await;
+            }
             // Here and below, sending may fail because the client that asked is gone.
             let _ = events.send(last).await;
             return;
@@ -63,6 +66,19 @@ async fn all_present(peers: &Peers, events: &mpsc::Sender<Event>) -> bool {
         sleep(deadlines.progress_interval).await;
     }
     false
+}
+
+/// Makes this node show a dataset that a new coordinator has published, because that may not have told this node of it yet.
+async fn show_here(peers: &Peers, events: &mpsc::Sender<Event>) {
+    let (start, deadlines) = (Instant::now(), *peers.deadlines());
+    while let Err(error) = peers.ask(peers.own_node(), AdministrationRequest::CatchUp, deadlines.prepare).await {
+        if start.elapsed() > deadlines.lost_after || events.is_closed() {
+            tracing::warn!(%error, "this node does not show a new dataset yet");
+            return;
+        }
+        show_waiting(events);
+        sleep(deadlines.progress_interval).await;
+    }
 }
 
 /// Shows the client that its stage-in waits. A client that hears nothing gives up.

@@ -23,7 +23,7 @@ use super::conflicts::Rivals;
 use super::fit::{Amounts, Fit};
 use super::publication::{self, Publication};
 use super::stall::StallDetector;
-use super::{CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
+use super::{ClaimError, CoordinatedStageIn, Coordinator, CoordinatorContext, CoordinatorError, TargetClaim};
 use crate::peers::PeerError;
 use crate::stage_in::name_drive;
 use crate::store::Drive;
@@ -84,11 +84,16 @@ async fn run_to_end(
         return Err(CoordinatorError::InvalidTarget(display(&request.target)));
     }
     let _claim = loop {
-        match TargetClaim::new(&coordinator.targets, &request.target, id) {
+        match TargetClaim::new(&coordinator.targets, &request.target, id, events) {
             Ok(claim) => break claim,
-            // The node that asked has lost the connection to the stage-in that it began, and that one is about to be canceled.
-            Err((_, other_id)) if other_id == id && !events.is_closed() => sleep(context.deadlines().progress_interval).await,
-            Err((other, _)) => return Err(CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other)))),
+            Err(ClaimError::Ending) if events.is_closed() => return Err(CoordinatorError::Cancelled),
+            Err(ClaimError::Ending) => {
+                let _ = events.try_send(Event::Progress(Progress { phase: Phase::Waiting, ..Progress::default() }));
+                sleep(context.deadlines().progress_interval).await;
+            }
+            Err(ClaimError::Claimed(other)) => {
+                return Err(CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other))));
+            }
         }
     };
     let _permit = tokio::select! {
@@ -172,6 +177,7 @@ async fn run_to_end(
         Ok(merged) => {
             let committing = async {
                 tokio::select! {
+                    biased;
                     committed = publication.commit() => committed,
                     never = report_phase(context, events, Phase::Publishing) => never,
                 }

@@ -105,6 +105,11 @@ impl CoordinatedStageIn {
         let _ = self.all_begun.set(());
     }
 
+    /// Returns how many nodes can read at the same time: a node without a unit does not read.
+    pub(super) fn readers(&self) -> usize {
+        self.participants().len().min(self.unit_ledger().units()).max(1)
+    }
+
     /// Waits until all units are finished.
     pub(super) async fn all_read(&self) {
         // The sender lives as long as `self`.
@@ -341,5 +346,38 @@ impl CoordinatedStageIn {
     /// Records that a node no longer takes part.
     pub(super) fn drop_participant(&self, node: NodeId) {
         self.participants.lock().unwrap_or_else(PoisonError::into_inner).retain(|participant| *participant != node);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use dayfly_meta::wire::control::Selection;
+    use dayfly_stagein::plan::{PlanRequest, plan_sources};
+
+    use super::*;
+
+    #[test]
+    fn only_nodes_that_can_have_a_unit_count_as_readers() {
+        let folder = tempfile::tempdir().unwrap();
+        for (sources, participants, readers) in [(1, 4, 1), (3, 4, 3), (9, 4, 4), (9, 1, 1), (0, 4, 1)] {
+            let source = |number| {
+                let source = folder.path().join(format!("{number}"));
+                std::fs::create_dir_all(&source).unwrap();
+                std::fs::write(source.join("sample"), "bytes").unwrap();
+                source.into_os_string().into_encoded_bytes()
+            };
+            let patterns: Vec<Vec<u8>> = (0..sources).map(source).collect();
+            let request = PlanRequest { patterns: &patterns, selection: &Selection::default(), seed: 7, workers: 1 };
+            let plan = plan_sources(&request, tempfile::tempfile().unwrap(), &Arc::default()).unwrap();
+            let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
+            let ledger = UnitLedger::new(plan.units, plan.split_tars);
+            let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
+            let nodes = (NodeId(0), (0..participants).map(NodeId).collect(), 4);
+            let state = (ledger, drives[0].clone(), plan.counts);
+            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), nodes, Deadlines::default());
+            assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
+        }
     }
 }

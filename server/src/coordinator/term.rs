@@ -2,13 +2,14 @@
 //! roster names another one. A new coordinator first ends the stage-ins of its predecessors: it asks all live nodes how far these
 //! got, and then commits or aborts each on all of them.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::roster::Roster;
-use dayfly_meta::wire::peer::{AdministrationRequest, NodeStageInReply, NodeStageInRequest, RejectionKind};
+use dayfly_meta::wire::peer::{AdministrationRequest, ListedDataset, NodeStageInReply, NodeStageInRequest, RejectionKind};
 use futures_util::future::join_all;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use super::{Coordinator, CoordinatorContext, CoordinatorError};
@@ -64,8 +65,8 @@ impl Term {
 
 /// How an attempt to decide a stage-in on all nodes ended.
 pub(super) enum Outcome {
-    /// All live nodes have carried out the decision.
-    Done,
+    /// All live nodes have carried out the decision, except these, which have returned since the stage-in began and do not know it.
+    Done { strangers: Vec<NodeId> },
     /// Another node is the coordinator now, and decides.
     StoodDown,
     /// A node cannot do it, or neither answers nor is lost.
@@ -76,19 +77,24 @@ impl Coordinator {
     /// Begins and ends this node's terms, as the roster says. Runs as long as the node.
     pub(crate) async fn follow_roster(self: Arc<Self>) {
         let mut changes = self.context.peers.roster_changes();
-        while changes.changed().await.is_ok() {
-            let roster = changes.borrow_and_update().clone();
+        let mut catching_up = JoinSet::new();
+        loop {
+            let roster = changes.next().await;
             let (state, leads) = (*self.term.state(), leads(&self.context, &roster));
             match state {
                 State::Other if leads => {
                     tracing::warn!(node = %self.context.node, epoch = roster.epoch(), "this node coordinates stage-ins from now on");
                     *self.term.state() = State::Beginning;
-                    if self.end_earlier_stage_ins().await {
+                    if self.end_earlier_stage_ins().await.is_some() {
                         *self.term.state() = State::Ready { epoch: roster.epoch(), last_number: 0 };
+                        // The predecessor may have been lost before it could ask a node that had returned to catch up. Only now does
+                        // this node tell others its datasets.
+                        let (coordinator, live) = (self.clone(), roster.live().collect::<Vec<_>>());
+                        catching_up.spawn(async move { catch_up(&coordinator.context, live).await });
                     } else {
                         *self.term.state() = State::Other;
                         // The change that ended the term must be looked at, too.
-                        changes.mark_changed();
+                        changes.look_again();
                     }
                 }
                 State::Ready { .. } if !leads && roster.count() > 0 => {
@@ -100,30 +106,17 @@ impl Coordinator {
         }
     }
 
-    /// Decides the stage-ins that earlier coordinators left behind. Returns `false` if another node has become the coordinator.
-    async fn end_earlier_stage_ins(&self) -> bool {
-        let (context, mut inquiry) = (&self.context, Inquiry::default());
-        loop {
-            match inquiry.next(context.node, &context.peers.roster()) {
-                Next::Done => break,
-                Next::StandDown => return false,
-                Next::Ask { epoch, nodes } => {
-                    let replies = ask(context, &nodes, NodeStageInRequest::Inquire { epoch }).await;
-                    for (node, reply) in replies {
-                        if let Ok(NodeStageInReply::Inquired { open, visible }) = reply {
-                            inquiry.answered(node, open, visible.into_iter().map(|dataset| u64::from(dataset.0)));
-                        }
-                    }
-                    sleep(context.deadlines().progress_interval).await;
-                }
-            }
-        }
+    /// Decides the stage-ins that earlier coordinators left behind, and takes the datasets that this node lacks. Returns `None` if
+    /// another node has become the coordinator.
+    async fn end_earlier_stage_ins(&self) -> Option<()> {
+        let context = &self.context;
+        let (inquiry, _) = self.inquire().await?;
         for (number, decision) in inquiry.decisions() {
             tracing::info!(number, ?decision, "ending a stage-in of an earlier coordinator");
             loop {
                 match carry_out(context, number, decision).await {
-                    Outcome::Done => break,
-                    Outcome::StoodDown => return false,
+                    Outcome::Done { .. } => break,
+                    Outcome::StoodDown => return None,
                     Outcome::Failed(error) => tracing::warn!(number, %error, "cannot end a stage-in on all nodes; trying again"),
                 }
             }
@@ -132,7 +125,44 @@ impl Coordinator {
                 settle(context, number).await;
             }
         }
-        true
+        let deadline = Instant::now() + 2 * context.deadlines().lost_after;
+        loop {
+            // Those that had a dataset may have been lost meanwhile, and the dataset with them.
+            let (_, shown) = self.inquire().await?;
+            let Err(error) = context.catch_up.take(shown).await else { return Some(()) };
+            tracing::warn!(%error, "this node coordinates stage-ins, and cannot take all datasets that other nodes show");
+            if Instant::now() > deadline {
+                return Some(());
+            }
+            sleep(context.deadlines().progress_interval).await;
+        }
+    }
+
+    /// Asks all live nodes which stage-ins have not ended there, and which datasets are visible there. Returns `None` if another node
+    /// has become the coordinator.
+    async fn inquire(&self) -> Option<(Inquiry, Vec<ListedDataset>)> {
+        let (context, mut inquiry, mut shown) = (&self.context, Inquiry::default(), BTreeMap::new());
+        loop {
+            let roster = context.peers.roster();
+            let (epoch, nodes) = match inquiry.next(context.node, &roster) {
+                Next::Done => return Some((inquiry, shown.into_values().collect())),
+                Next::StandDown => return None,
+                Next::Ask { epoch, nodes } => (epoch, nodes),
+            };
+            let replies = ask(context, &nodes, NodeStageInRequest::Inquire { epoch }).await;
+            let mut are_all_here = true;
+            for (node, reply) in replies {
+                let Ok(NodeStageInReply::Inquired { open, visible }) = reply else {
+                    are_all_here = false;
+                    continue;
+                };
+                inquiry.answered((node, &roster), open, visible.iter().map(|listed| u64::from(listed.dataset.0)));
+                shown.extend(visible.into_iter().map(|listed| (listed.dataset, listed)));
+            }
+            if !are_all_here {
+                sleep(context.deadlines().progress_interval).await;
+            }
+        }
     }
 }
 
@@ -144,9 +174,10 @@ fn leads(context: &CoordinatorContext, roster: &Roster) -> bool {
 pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decision: Decision) -> Outcome {
     // The supervisor takes at most this long to decide about a node that does not answer, unless there is no supervisor.
     let deadline = Instant::now() + 2 * context.deadlines().lost_after;
-    let (mut round, mut strangers, mut failures) = (Round::default(), Vec::new(), HashMap::new());
+    let (mut round, mut strangers, mut failures) = (Round::default(), Vec::new(), BTreeMap::new());
     loop {
-        let (epoch, nodes) = match round.next(context.node, &context.peers.roster()) {
+        let roster = context.peers.roster();
+        let (epoch, nodes) = match round.next(context.node, &roster) {
             Next::Done => break,
             Next::StandDown => return Outcome::StoodDown,
             Next::Ask { epoch, nodes } => (epoch, nodes),
@@ -158,10 +189,10 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
         failures.clear();
         for (node, reply) in ask(context, &nodes, request).await {
             match reply {
-                Ok(_) => round.answered(node),
+                Ok(_) => round.answered(node, &roster),
                 // The node has returned since the stage-in began, or has settled it already.
                 Err(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchStageIn => {
-                    round.answered(node);
+                    round.answered(node, &roster);
                     strangers.push(node);
                 }
                 Err(error) if error.is_absence() || is_old(&error) => drop(failures.insert(node, error)),
@@ -172,21 +203,33 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
             continue;
         }
         if Instant::now() > deadline
-            && let Some((_, error)) = failures.drain().next()
+            && let Some((_, error)) = failures.pop_first()
         {
             return Outcome::Failed(error);
         }
         sleep(context.deadlines().progress_interval).await;
     }
-    if decision == Decision::Commit {
-        let timeout = context.deadlines().prepare;
-        let asking = strangers.into_iter().filter(|&node| node != context.node);
-        let asking = asking.map(|node| context.peers.ask(node, AdministrationRequest::CatchUp, timeout));
-        for failed in join_all(asking).await.into_iter().filter_map(Result::err) {
-            tracing::warn!(number, error = %failed, "a node that has returned does not show the dataset yet");
+    Outcome::Done { strangers }
+}
+
+/// Makes nodes that have returned show the datasets that appeared meanwhile. Asks each again until it has done so or is lost.
+pub(super) async fn catch_up(context: &CoordinatorContext, nodes: impl IntoIterator<Item = NodeId>) {
+    let asking = nodes.into_iter().filter(|&node| node != context.node).map(|node| async move {
+        let deadline = Instant::now() + 2 * context.deadlines().lost_after;
+        loop {
+            let asked = context.peers.ask(node, AdministrationRequest::CatchUp, context.deadlines().prepare).await;
+            let roster = context.peers.roster();
+            let Err(error) = asked else { return };
+            if !roster.is_live(node) || !leads(context, &roster) {
+                return;
+            }
+            if Instant::now() > deadline {
+                return tracing::warn!(%node, %error, "a node that has returned does not show all datasets");
+            }
+            sleep(context.deadlines().progress_interval).await;
         }
-    }
-    Outcome::Done
+    });
+    join_all(asking).await;
 }
 
 /// Returns whether a node has rejected a request because it knows a newer epoch. This node is about to hear of that epoch.

@@ -24,6 +24,11 @@ pub(crate) enum FetchError {
     /// The chunk's owner does not answer, and other nodes can read the chunk. It is asked for again.
     #[error("its owner does not answer")]
     AskOthers,
+    #[error(
+        "cannot read {chunk}: the node that holds it is lost, and node {node} cannot read it again out of its compressed archive: \
+         {reason}; stage such archives in with --copies 2"
+    )]
+    NotRecovered { chunk: ChunkName, node: NodeId, reason: String },
     #[error("node {owner} does not hold {chunk}")]
     NotHeld { owner: NodeId, chunk: ChunkName },
     #[error("node {owner} cannot read {chunk}: {reason}")]

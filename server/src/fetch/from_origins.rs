@@ -5,12 +5,12 @@ use std::sync::{Arc, PoisonError};
 use dayfly_meta::chunk::Chunk;
 use dayfly_transport::Slot;
 use futures_util::future::join_all;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tracing::Instrument;
 
 use super::error::{ReadError, read_error};
-use super::without_arena::Outcome;
+use super::shared_read::JoinedRead;
 use super::{Caching, FetchError, FetchedChunks, Fetcher};
 use crate::arena::LoadGroup;
 use crate::origins::OriginFailure;
@@ -85,11 +85,9 @@ impl Fetcher {
         &self,
         number: usize,
         mut slot: Slot,
-        mut read: watch::Receiver<Outcome>,
+        read: JoinedRead,
     ) -> (usize, Slot, Option<Result<(), OriginFailure>>) {
-        let waiting = timeout(self.peers.deadlines().origin, read.wait_for(Option::is_some)).await;
-        let outcome = waiting.ok().and_then(Result::ok).and_then(|outcome| outcome.clone());
-        let outcome = match outcome {
+        let outcome = match timeout(self.peers.deadlines().origin, read.outcome()).await.ok().flatten() {
             Some(Ok(bytes)) if bytes.len() == slot.len() => {
                 slot.copy_from_slice(&bytes);
                 Some(Ok(()))

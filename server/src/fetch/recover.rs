@@ -14,15 +14,16 @@ use dayfly_meta::checksum::check;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::{COPY_REQUESTS, RECOVERY_WRITE_LEN, RECOVERY_YIELD, RECOVERY_YIELD_MAX};
+use dayfly_stagein::origin::{OriginReader, SharedFiles};
 use futures_util::stream::{self, StreamExt};
-use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::Fetcher;
-use super::without_arena::{Outcome, SharedRead};
+use super::shared_read::{JoinedRead, OpenRead, SharedRead, open_read};
 use crate::arena::{Claimed, Lease, PendingLoad, Wanted};
 use crate::cache_writer::sync_copies;
 use crate::copies::{parts, pull};
+use crate::origins::has_origin;
 use crate::store::Dataset;
 
 /// What became of blocks.
@@ -43,9 +44,9 @@ struct Begun {
     /// Chunks that a reader is loading into the arena.
     pending: Vec<(Chunk, PendingLoad)>,
     /// Chunks that are being read for a peer.
-    joined: Vec<(Chunk, watch::Receiver<Outcome>)>,
+    joined: Vec<(Chunk, JoinedRead)>,
     /// Chunks for recovery to read.
-    new: Vec<(Chunk, watch::Sender<Outcome>)>,
+    new: Vec<(Chunk, OpenRead)>,
 }
 
 /// The reads of a batch that others may join. Dropping it takes them from the table.
@@ -118,9 +119,9 @@ impl Fetcher {
             match reads.entry((dataset.id(), chunk)) {
                 Entry::Occupied(read) => begun.joined.push((chunk, read.get().clone())),
                 Entry::Vacant(vacant) => {
-                    let (sender, receiver) = watch::channel(None);
-                    vacant.insert(receiver);
-                    begun.new.push((chunk, sender));
+                    let (open, joined) = open_read();
+                    vacant.insert(joined);
+                    begun.new.push((chunk, open));
                 }
             }
         }
@@ -132,25 +133,24 @@ impl Fetcher {
         let Begun { leased, pending, joined, new } = begun;
         let copy = |(chunk, lease): (Chunk, Lease)| (chunk, Arc::new(lease.bytes().to_vec()));
         let mut read: Vec<(Chunk, Arc<Vec<u8>>)> = leased.into_iter().map(copy).collect();
-        let new = self.read_from_holders(dataset, new, &mut read).await;
+        let mut new = self.read_from_holders(dataset, new, &mut read).await;
+        new.retain(|(chunk, _)| has_origin(dataset, *chunk));
         let chunks: Vec<Chunk> = new.iter().map(|(chunk, _)| *chunk).collect();
         let buffers = chunks.iter().map(|&chunk| vec![0; dataset.chunk(chunk).map_or(0, |info| info.len as usize)]).collect();
         let reading = stream::iter(self.origins.read(dataset, &chunks, buffers));
         let mut reading = reading.buffer_unordered(self.origins.background_streams());
         while let Some(part) = reading.next().await {
             for (number, result) in part {
-                let (chunk, sender) = &new[number];
+                let (chunk, open) = &new[number];
                 let result: SharedRead = result.map(Arc::new);
                 read.extend(result.iter().map(|bytes| (*chunk, bytes.clone())));
-                sender.send_replace(Some(result));
+                open.end(result);
             }
         }
         let limit = self.peers.deadlines().origin;
-        for (chunk, mut receiver) in joined {
-            if let Ok(Ok(outcome)) = timeout(limit, receiver.wait_for(Option::is_some)).await
-                && let Some(Ok(bytes)) = &*outcome
-            {
-                read.push((chunk, bytes.clone()));
+        for (chunk, joined) in joined {
+            if let Ok(Some(Ok(bytes))) = timeout(limit, joined.outcome()).await {
+                read.push((chunk, bytes));
             }
         }
         for (chunk, load) in pending {
@@ -162,40 +162,52 @@ impl Fetcher {
         read
     }
 
-    /// Reads the chunks of which other nodes hold copies. Returns the others.
+    /// Reads the chunks of which other nodes hold copies, or that other nodes have held in place of this one. Returns the others.
     async fn read_from_holders(
         &self,
         dataset: &Arc<Dataset>,
-        new: Vec<(Chunk, watch::Sender<Outcome>)>,
+        new: Vec<(Chunk, OpenRead)>,
         read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
-    ) -> Vec<(Chunk, watch::Sender<Outcome>)> {
-        let mut by_holder = BTreeMap::<NodeId, Vec<Chunk>>::new();
+    ) -> Vec<(Chunk, OpenRead)> {
+        let mut by_holder = BTreeMap::<(NodeId, bool), Vec<Chunk>>::new();
         for (chunk, _) in &new {
-            if let Some(holder) = self.surviving_holder(dataset, chunk.block) {
+            let substitute = || self.substitute(dataset, chunk.block).map(|holder| (holder, true));
+            let holder = self.surviving_holder(dataset, chunk.block).map(|holder| (holder, false));
+            if let Some(holder) = holder.or_else(substitute) {
                 by_holder.entry(holder).or_default().push(*chunk);
             }
         }
         let parts = by_holder.into_iter().flat_map(|(holder, chunks)| {
             parts(dataset, chunks).into_iter().map(move |chunks| (holder, chunks)).collect::<Vec<_>>()
         });
-        let pulling = parts.map(|(holder, chunks)| async move {
-            let pulled = pull(&self.peers, &*self.blocking, dataset, holder, &chunks).await;
+        let pulling = parts.map(|((holder, takes_over), chunks)| async move {
+            let pulled = pull(&self.peers, &*self.blocking, dataset, holder, &chunks, takes_over).await;
             pulled.map(|pulled| chunks.into_iter().zip(pulled).collect::<Vec<_>>()).unwrap_or_default()
         });
         let pulled: Vec<Vec<(Chunk, Option<Vec<u8>>)>> = stream::iter(pulling).buffer_unordered(COPY_REQUESTS).collect().await;
         let mut found: HashMap<Chunk, Arc<Vec<u8>>> =
             pulled.into_iter().flatten().filter_map(|(chunk, bytes)| Some((chunk, Arc::new(bytes?)))).collect();
         let mut others = Vec::new();
-        for (chunk, sender) in new {
+        for (chunk, open) in new {
             match found.remove(&chunk) {
                 Some(bytes) => {
                     read.push((chunk, bytes.clone()));
-                    sender.send_replace(Some(Ok(bytes)));
+                    open.end(Ok(bytes));
                 }
-                None => others.push((chunk, sender)),
+                None => others.push((chunk, open)),
             }
         }
         others
+    }
+
+    /// Stores chunks of a compressed tar that was read again.
+    pub(crate) async fn store_streamed(&self, dataset: &Arc<Dataset>, read: Vec<(Chunk, Arc<Vec<u8>>)>) {
+        self.store_recovered(dataset, read).await;
+    }
+
+    /// Returns a reader of sources, and counts a read.
+    pub(crate) fn stream_reader(&self) -> Arc<OriginReader<SharedFiles>> {
+        self.origins.stream_reader()
     }
 
     /// Writes verified chunks to the drives and waits until they are there.

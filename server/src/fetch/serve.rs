@@ -10,6 +10,7 @@ use dayfly_transport::Piece;
 use tokio::time::{Instant, timeout_at};
 
 use super::error::{ReadError, read_error};
+use super::streams::Late;
 use super::{FetchError, Fetched, Fetcher};
 use crate::origins::OriginFailure;
 use crate::store::Dataset;
@@ -43,10 +44,28 @@ impl Fetcher {
         }
         dataset.prefetch(chunks);
         let mut pieces: Vec<Option<Piece>> = chunks.iter().map(|&chunk| dataset.piece(chunk)).collect();
-        let is_absent = |&index: &usize| pieces[index].is_none() && (takes_over || dataset.is_mine(chunks[index].block));
+        let is_absent = |&index: &usize| pieces[index].is_none() && (takes_over || dataset.is_source(chunks[index].block));
         let absent: Vec<usize> = (0..chunks.len()).filter(is_absent).collect();
         let mut served = Served { missing: Vec::new(), reasons: Vec::new(), pieces: Vec::new() };
-        let mut why = vec![WhyMissing::NotOwned; chunks.len()];
+        // Other holders are asked for blocks that are to come back to this node. If they lack them, too, readers wait.
+        let is_coming = |index: usize| {
+            let block = chunks[index].block;
+            let is_to_come = || dataset.is_to_come_back(block) || dataset.takes_over(block, &self.peers.roster().lost());
+            dataset.copies() > 1 && pieces[index].is_none() && self.is_streamed(dataset, chunks[index]) && is_to_come()
+        };
+        let reason = |index| if is_coming(index) { WhyMissing::Late } else { WhyMissing::NotOwned };
+        let mut why: Vec<WhyMissing> = (0..chunks.len()).map(reason).collect();
+        let (late, absent): (Vec<usize>, Vec<usize>) = absent.into_iter().partition(|&index| {
+            let chunk = chunks[index];
+            let is_late = takes_over || dataset.is_to_come_back(chunk.block);
+            is_late && !dataset.is_local(chunk.block) && self.is_streamed(dataset, chunk)
+        });
+        for index in late {
+            why[index] = match self.late(dataset, chunks[index]) {
+                Late::Wait => WhyMissing::Late,
+                Late::Failed(reason) => served.reason_of(format!("{reason}; such archives can be staged in with --copies 2")),
+            };
+        }
         if !absent.is_empty() {
             let wanted: Vec<Chunk> = absent.iter().map(|&index| chunks[index]).collect();
             for (index, read) in absent.into_iter().zip(self.read_absent(dataset, &wanted).await) {
@@ -126,10 +145,13 @@ impl Fetcher {
 impl Served {
     /// Adds the reason of an error, unless it is there already. The reply has room for a few reasons.
     fn reason(&mut self, error: &FetchError) -> WhyMissing {
-        let text = match error {
+        self.reason_of(match error {
             FetchError::Read { source, .. } => source.to_string(),
             error => error.to_string(),
-        };
+        })
+    }
+
+    fn reason_of(&mut self, text: String) -> WhyMissing {
         let known = self.reasons.iter().position(|reason| *reason == text);
         let number = known.unwrap_or_else(|| {
             if self.reasons.len() < MISSING_REASONS_MAX {

@@ -1,18 +1,23 @@
 //! Chooses the node that is asked for a block: its owner, or with several copies the holder with the fewest of this node's requests.
 //! If no holder answers, the next candidate takes their place: it reads the block from its origin, once for all nodes that ask for it.
 //!
-//! Invariant: a request that fails because a node does not answer puts that node on the list of suspects, and a holder that does not
-//! have a good copy is not asked for it again. So the next attempt goes to another node, and attempts end. This node itself is never
-//! a suspect.
+//! A new server in the place of a dead one does not have all blocks that it holds yet. The other holders are asked instead. If none of
+//! them is left, a block of a compressed tar is waited for: it comes back to the new server.
+//!
+//! Invariant: a request that fails because a node does not answer puts that node on the list of suspects, a node that does not know
+//! the dataset is not asked for it for a while, and a holder that does not have a good copy is not asked for it again. So the next
+//! attempt goes to another node, and attempts end. This node itself is never a suspect.
 
 use std::cell::RefCell;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, DatasetId, NodeId};
-use dayfly_meta::limits::BAD_HOLDERS_MAX;
+use dayfly_meta::limits::{BAD_HOLDER_PAUSE, BAD_HOLDERS_MAX};
 use dayfly_meta::placement::NodeSet;
+use dayfly_meta::wire::peer::RejectionKind;
+use tokio::time::Instant;
 
 use super::Fetcher;
 use super::error::ReadError;
@@ -21,26 +26,42 @@ use crate::peers::PeerError;
 use crate::stats::OwnerCounter;
 use crate::store::Dataset;
 
-/// Holders that turned out to have no good copy of a block.
+/// Holders that turned out to have no good copy of a block. They may get one later, so each is asked again after a while.
 #[derive(Default)]
-pub(super) struct BadHolders(Mutex<HashSet<(DatasetId, BlockId, NodeId)>>);
+pub(super) struct BadHolders(Mutex<HashMap<(DatasetId, BlockId, NodeId), BadHolder>>);
+
+#[derive(Clone, Copy)]
+struct BadHolder {
+    since: Instant,
+    /// Whether the block is to come back to the holder.
+    is_late: bool,
+}
 
 impl BadHolders {
-    fn lock(&self) -> MutexGuard<'_, HashSet<(DatasetId, BlockId, NodeId)>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<(DatasetId, BlockId, NodeId), BadHolder>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn contains(&self, dataset: &Dataset, block: BlockId, node: NodeId) -> bool {
-        self.lock().contains(&(dataset.id(), block, node))
+    fn find(&self, dataset: &Dataset, block: BlockId, node: NodeId) -> Option<BadHolder> {
+        let found = self.lock().get(&(dataset.id(), block, node)).copied();
+        found.filter(|bad| bad.since.elapsed() < BAD_HOLDER_PAUSE)
     }
 
-    fn insert(&self, dataset: &Dataset, block: BlockId, node: NodeId) {
+    fn contains(&self, dataset: &Dataset, block: BlockId, node: NodeId) -> bool {
+        self.find(dataset, block, node).is_some()
+    }
+
+    fn is_late(&self, dataset: &Dataset, block: BlockId, node: NodeId) -> bool {
+        self.find(dataset, block, node).is_some_and(|bad| bad.is_late)
+    }
+
+    fn insert(&self, dataset: &Dataset, block: BlockId, node: NodeId, is_late: bool) {
         let mut all = self.lock();
         if all.len() >= BAD_HOLDERS_MAX {
             // They are found again, at the cost of a request each.
             all.clear();
         }
-        all.insert((dataset.id(), block, node));
+        all.insert((dataset.id(), block, node), BadHolder { since: Instant::now(), is_late });
     }
 }
 
@@ -63,13 +84,18 @@ impl Fetcher {
         {
             return holder;
         }
+        if let Some(holder) = self.late_holder(dataset, chunk, absent) {
+            return holder;
+        }
         let is_bad = |node| dataset.copies() > 1 && self.bad_holders.contains(dataset, chunk.block, node);
         let is_absent = |node| absent.is_some_and(|absent| absent.contains(node));
         if !is_absent(owner) && !is_bad(owner) {
             return owner;
         }
-        // A node that took the place of a lost holder may have a copy that has no origin.
-        if dataset.copies() == 1 && !has_origin(dataset, chunk) {
+        // With copies, a node that took the place of a lost holder may have a copy that has no origin.
+        let is_streamed = self.is_streamed(dataset, chunk);
+        if !has_origin(dataset, chunk) && (dataset.copies() == 1 || is_streamed) && !self.can_be_streamed(dataset, chunk, absent)
+        {
             return owner;
         }
         let mut skipped = absent.copied().unwrap_or_default();
@@ -104,37 +130,97 @@ impl Fetcher {
         holders
     }
 
+    /// Returns a holder, perhaps this node, that answers, and that a chunk of a compressed tar is to come back to.
+    fn late_holder(&self, dataset: &Dataset, chunk: Chunk, absent: Option<&NodeSet>) -> Option<NodeId> {
+        if dataset.copies() == 1 || !self.is_streamed(dataset, chunk) {
+            return None;
+        }
+        let is_late = |node| match node == self.peers.own_node() {
+            true => dataset.is_to_come_back(chunk.block),
+            false => self.is_late_holder(dataset, chunk, node),
+        };
+        let is_absent = |node| absent.is_some_and(|absent| absent.contains(node));
+        dataset.holders(chunk.block).into_iter().find(|&node| !is_absent(node) && is_late(node))
+    }
+
+    /// Returns whether a node has said that a chunk is to come back to it.
+    pub(super) fn is_late_holder(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
+        dataset.copies() > 1 && self.bad_holders.is_late(dataset, chunk.block, node)
+    }
+
+    /// After `node` has said that a chunk is late: returns whether another holder can be asked for the chunk at once.
+    pub(super) fn can_ask_holder_that_has_it(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
+        if !dataset.is_copied_to(chunk.block, node) {
+            return false;
+        }
+        self.bad_holders.insert(dataset, chunk.block, node, true);
+        self.surviving_holder(dataset, chunk.block).is_some()
+    }
+
     /// Returns a node, not lost and no suspect, that holds a copy of a block since the stage-in.
     pub(super) fn surviving_holder(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
-        let absent = self.peers.absent();
+        let absent = self.absent(dataset);
         (dataset.copies() > 1).then(|| self.good_holders(dataset, block, absent.as_ref()).first().copied()).flatten()
     }
 
-    /// Takes note of a request to `node` that has failed. Returns whether the error means that the node cannot be reached, or does
-    /// not answer. From then on, other nodes are asked for those chunks that have other sources.
-    pub(super) fn note_absence(&self, node: NodeId, error: &ReadError) -> bool {
-        let is_absent =
-            matches!(error, ReadError::Peer(error) if matches!(**error, PeerError::Transport(_)) && error.is_absence());
-        if is_absent {
-            self.peers.suspect(node);
+    /// Returns the node that has held a block in place of this one while this node was lost.
+    pub(super) fn substitute(&self, dataset: &Dataset, block: BlockId) -> Option<NodeId> {
+        if !dataset.is_to_come_back(block) {
+            return None;
         }
-        is_absent
+        let mut skipped = self.absent(dataset).unwrap_or_default();
+        skipped.insert(self.peers.own_node());
+        dataset.candidate(block, &skipped)
+    }
+
+    /// Returns the nodes that are not asked for blocks of a dataset: those that are lost or do not answer, and those that do not know
+    /// the dataset. `None` if there are none.
+    pub(super) fn absent(&self, dataset: &Dataset) -> Option<NodeSet> {
+        self.unaware.and_absent(dataset.id(), self.peers.absent())
+    }
+
+    /// Takes note of a request to `node` that has failed. Returns whether the error means that the node cannot be reached, does not
+    /// answer, or does not know the dataset. From then on, other nodes are asked for those chunks that have other sources.
+    pub(super) fn note_absence(&self, node: NodeId, dataset: &Dataset, error: &ReadError) -> bool {
+        let ReadError::Peer(error) = error else { return false };
+        match &**error {
+            PeerError::Transport(_) if error.is_absence() => self.peers.suspect(node),
+            // If the dataset is being replaced, this node learns of that soon.
+            PeerError::Rejected { rejection, .. } if rejection.kind == RejectionKind::NoSuchDataset && !dataset.is_gone() => {
+                self.unaware.insert(dataset.id(), node);
+            }
+            _ => return false,
+        }
+        true
     }
 
     /// Returns whether a chunk can be read although a node does not answer: from its origin, or from another holder that is not
     /// absent.
     pub(super) fn has_other_source(&self, dataset: &Dataset, chunk: Chunk) -> bool {
+        let absent = self.absent(dataset);
+        self.has_other_copy(dataset, chunk)
+            || self.late_holder(dataset, chunk, absent.as_ref()).is_some()
+            || self.can_be_streamed(dataset, chunk, absent.as_ref())
+    }
+
+    fn has_other_copy(&self, dataset: &Dataset, chunk: Chunk) -> bool {
         has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some()
     }
 
-    /// After `node` has not sent a good chunk: returns whether the chunk should be asked for again, because another node has a copy
-    /// or can read it from its origin.
+    /// Returns whether a chunk's compressed tar will be read again: not as long as a node has a copy of the chunk, even a bad one.
+    fn can_be_streamed(&self, dataset: &Dataset, chunk: Chunk, absent: Option<&NodeSet>) -> bool {
+        let is_absent = |node: &NodeId| absent.is_some_and(|absent| absent.contains(*node));
+        self.is_streamed(dataset, chunk) && dataset.holders(chunk.block).iter().all(is_absent)
+    }
+
+    /// After `node` has not sent a good chunk: returns whether the chunk should be asked for again, because another node has a copy,
+    /// or will have one, or can read it from its origin.
     pub(super) fn can_ask_other_holder(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
         // A node that was to read the chunk from its origin was the last resort.
-        if dataset.copies() == 1 || !dataset.holders(chunk.block).contains(&node) {
+        if !dataset.is_copied_to(chunk.block, node) {
             return false;
         }
-        self.bad_holders.insert(dataset, chunk.block, node);
-        self.has_other_source(dataset, chunk)
+        self.bad_holders.insert(dataset, chunk.block, node, false);
+        self.has_other_copy(dataset, chunk) || self.late_holder(dataset, chunk, self.absent(dataset).as_ref()).is_some()
     }
 }

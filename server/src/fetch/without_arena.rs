@@ -11,21 +11,18 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::DatasetId;
 use dayfly_meta::limits::WITHOUT_ARENA_LEN_MAX;
 use futures_util::stream::{FuturesUnordered, StreamExt};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::Fetcher;
-use crate::origins::OriginFailure;
+use super::shared_read::{JoinedRead, OpenRead, SharedRead, open_read};
 use crate::store::Dataset;
 
-/// The outcome of a read that several peers share.
-pub(super) type SharedRead = Result<Arc<Vec<u8>>, OriginFailure>;
-pub(super) type Outcome = Option<SharedRead>;
 type Key = (DatasetId, Chunk);
 
 /// The reads under way, and those whose bytes no peer has got yet.
 pub(super) struct ReadsWithoutArena {
-    reads: Mutex<HashMap<Key, watch::Receiver<Outcome>>>,
+    reads: Mutex<HashMap<Key, JoinedRead>>,
     /// Bytes that further reads may take.
     room: Arc<Semaphore>,
 }
@@ -37,7 +34,7 @@ impl Default for ReadsWithoutArena {
 }
 
 impl ReadsWithoutArena {
-    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<Key, watch::Receiver<Outcome>>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, HashMap<Key, JoinedRead>> {
         self.reads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -69,11 +66,7 @@ impl Fetcher {
         let mut outcomes = Vec::with_capacity(chunks.len());
         for read in reads {
             outcomes.push(match read {
-                Some(mut read) => match timeout_at(deadline, read.wait_for(Option::is_some)).await {
-                    Ok(Ok(outcome)) => outcome.clone(),
-                    // The deadline has passed, or this node ends.
-                    _ => None,
-                },
+                Some(read) => timeout_at(deadline, read.outcome()).await.ok().flatten(),
                 None => None,
             });
         }
@@ -81,7 +74,7 @@ impl Fetcher {
     }
 
     /// Joins the reads of those chunks that are under way or done.
-    pub(super) fn join_reads(&self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Option<watch::Receiver<Outcome>>> {
+    pub(super) fn join_reads(&self, dataset: &Dataset, chunks: &[Chunk]) -> Vec<Option<JoinedRead>> {
         let reads = self.without_arena.lock();
         chunks.iter().map(|&chunk| reads.get(&(dataset.id(), chunk)).cloned()).collect()
     }
@@ -92,14 +85,14 @@ impl Fetcher {
         dataset: &Arc<Dataset>,
         chunks: &[Chunk],
         room: OwnedSemaphorePermit,
-    ) -> Vec<Option<watch::Receiver<Outcome>>> {
+    ) -> Vec<Option<JoinedRead>> {
         let mut new = Vec::new();
         let mut reads = self.without_arena.lock();
         let join = |&chunk: &Chunk| {
             let begin = || {
-                let (sender, receiver) = watch::channel(None);
-                new.push((chunk, sender));
-                receiver
+                let (open, joined) = open_read();
+                new.push((chunk, open));
+                joined
             };
             Some(reads.entry((dataset.id(), chunk)).or_insert_with(begin).clone())
         };
@@ -115,19 +108,19 @@ impl Fetcher {
         joined
     }
 
-    async fn perform_reads(&self, dataset: &Arc<Dataset>, new: Vec<(Chunk, watch::Sender<Outcome>)>) {
+    async fn perform_reads(&self, dataset: &Arc<Dataset>, new: Vec<(Chunk, OpenRead)>) {
         let chunks: Vec<Chunk> = new.iter().map(|(chunk, _)| *chunk).collect();
         let buffers = chunks.iter().map(|&chunk| vec![0; chunk_len(dataset, chunk)]).collect();
         let mut reading: FuturesUnordered<_> = self.origins.read(dataset, &chunks, buffers).into_iter().collect();
         let (start, mut unclaimed) = (Instant::now(), Vec::new());
         while let Some(part) = reading.next().await {
             for (number, result) in part {
-                let (chunk, sender) = &new[number];
-                // One receiver is in the table. If a peer waits now, another one may be about to ask again, unless the read was quick.
+                let (chunk, open) = &new[number];
+                // One is in the table. If a peer waits now, another one may be about to ask again, unless the read was quick.
                 // Whoever asks after a failure tries again.
-                let is_wanted_again = sender.receiver_count() == 1 || start.elapsed() > self.peers.deadlines().request / 4;
+                let is_wanted_again = open.joined() == 1 || start.elapsed() > self.peers.deadlines().request / 4;
                 let is_kept = result.is_ok() && is_wanted_again;
-                sender.send_replace(Some(result.map(Arc::new)));
+                open.end(result.map(Arc::new));
                 if is_kept {
                     unclaimed.push(*chunk);
                 } else {

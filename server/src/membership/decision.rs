@@ -7,7 +7,7 @@
 //! Invariant: a node carries out no request of an epoch older than the newest one it has heard of ([`Promise`]). So once a
 //! successor knows the answer of every live node, no older coordinator can change it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::roster::Roster;
@@ -40,6 +40,11 @@ impl Promise {
         self.epoch = epoch;
         Ok(())
     }
+
+    /// Returns the newest epoch that a request has named.
+    pub(crate) fn epoch(&self) -> u32 {
+        self.epoch
+    }
 }
 
 /// What is to happen to a stage-in on all nodes.
@@ -67,16 +72,19 @@ pub(crate) enum Next {
     StandDown,
 }
 
-/// Nodes that all have to answer.
+/// Nodes that all have to answer. A node that is lost and returns undoes what it did before, so it has to answer again.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Round {
-    answered: BTreeSet<u16>,
+    /// The incarnation of each node that has answered, as far as the coordinator knew when it asked.
+    answered: BTreeMap<u16, u32>,
 }
 
 impl Round {
-    /// Records the answer of a node.
-    pub(crate) fn answered(&mut self, node: NodeId) {
-        self.answered.insert(node.0);
+    /// Records the answer of a node that was asked with this roster.
+    pub(crate) fn answered(&mut self, node: NodeId, roster: &Roster) {
+        let Some(member) = roster.member(node) else { return };
+        let incarnation = self.answered.entry(node.0).or_default();
+        *incarnation = member.incarnation.max(*incarnation);
     }
 
     /// Returns what to do next. The coordinator's own node comes last: what it shows to its processes is then already certain.
@@ -84,7 +92,10 @@ impl Round {
         if roster.coordinator() != own || !roster.is_live(own) {
             return Next::StandDown;
         }
-        let is_waiting = |node: &NodeId| !self.answered.contains(&node.0);
+        let is_waiting = |node: &NodeId| {
+            let answered = self.answered.get(&node.0).copied();
+            answered.is_none() || answered < roster.member(*node).map(|member| member.incarnation)
+        };
         let others: Vec<NodeId> = roster.live().filter(|node| *node != own).filter(is_waiting).collect();
         match (others.is_empty(), is_waiting(&own)) {
             (false, _) => Next::Ask { epoch: roster.epoch(), nodes: others },
@@ -104,10 +115,21 @@ pub(crate) struct Inquiry {
 
 impl Inquiry {
     /// Records a node's answer: the stage-ins that have not ended there, and those whose datasets are visible there.
-    pub(crate) fn answered(&mut self, node: NodeId, open: impl IntoIterator<Item = u64>, visible: impl IntoIterator<Item = u64>) {
-        self.round.answered(node);
+    pub(crate) fn answered(
+        &mut self,
+        (node, roster): (NodeId, &Roster),
+        open: impl IntoIterator<Item = u64>,
+        visible: impl IntoIterator<Item = u64>,
+    ) {
+        self.round.answered(node, roster);
         self.open.extend(open);
         self.committed.extend(visible);
+    }
+
+    /// Returns whether a node has answered.
+    #[cfg(test)]
+    pub(crate) fn has_answered(&self, node: NodeId) -> bool {
+        self.round.answered.contains_key(&node.0)
     }
 
     /// Returns what to do next.
@@ -141,12 +163,27 @@ mod tests {
         let ask = |epoch, nodes: &[u16]| Next::Ask { epoch, nodes: nodes.iter().copied().map(NodeId).collect() };
         let mut round = Round::default();
         assert_eq!(round.next(NodeId(0), &roster(1, 0, &[])), ask(1, &[1, 2]));
-        round.answered(NodeId(1));
+        round.answered(NodeId(1), &roster(1, 0, &[]));
         assert_eq!(round.next(NodeId(0), &roster(2, 0, &[2])), ask(2, &[0]), "node 2 is lost");
-        round.answered(NodeId(0));
+        round.answered(NodeId(0), &roster(2, 0, &[2]));
         assert_eq!(round.next(NodeId(0), &roster(2, 0, &[2])), Next::Done);
         assert_eq!(round.next(NodeId(0), &roster(3, 0, &[])), ask(3, &[2]), "node 2 has returned");
         assert_eq!(round.next(NodeId(0), &roster(4, 1, &[0])), Next::StandDown);
+    }
+
+    #[test]
+    fn a_node_that_has_answered_was_lost_and_has_returned_must_answer_again() {
+        let mut returned = roster(3, 0, &[]);
+        let member = RosterMember { incarnation: 1, ..returned.member(NodeId(1)).unwrap().clone() };
+        returned.apply(&RosterChange { epoch: 4, coordinator: 0, members: vec![(1, member)] });
+        let mut round = Round::default();
+        (0..3).for_each(|node| round.answered(NodeId(node), &roster(1, 0, &[])));
+        assert_eq!(round.next(NodeId(0), &roster(2, 0, &[1])), Next::Done);
+        assert_eq!(round.next(NodeId(0), &returned), Next::Ask { epoch: 4, nodes: vec![NodeId(1)] });
+        round.answered(NodeId(1), &roster(1, 0, &[]));
+        assert_ne!(round.next(NodeId(0), &returned), Next::Done, "it was asked before it was lost");
+        round.answered(NodeId(1), &returned);
+        assert_eq!(round.next(NodeId(0), &returned), Next::Done);
     }
 
     #[test]
@@ -160,8 +197,9 @@ mod tests {
     #[test]
     fn one_node_that_has_committed_decides() {
         let mut inquiry = Inquiry::default();
-        inquiry.answered(NodeId(1), [6, 7], []);
-        inquiry.answered(NodeId(2), [6], [5, 7]);
+        let asked = roster(1, 1, &[0]);
+        inquiry.answered((NodeId(1), &asked), [6, 7], []);
+        inquiry.answered((NodeId(2), &asked), [6], [5, 7]);
         assert_eq!(inquiry.next(NodeId(1), &roster(1, 1, &[0])), Next::Done);
         assert_eq!(inquiry.decisions().collect::<Vec<_>>(), [(6, Decision::Abort), (7, Decision::Commit)]);
     }

@@ -3,6 +3,8 @@
 //!
 //! Invariants: only a tick changes the roster, so that several changes make one epoch. A member that was lost is a member again
 //! only after it has said that it caught up, and then with a higher incarnation. The coordinator is live as long as any member is.
+//! A member that has returned may lack what appeared while it returned, until it has said so once more. It becomes the coordinator
+//! only if no other member is left.
 
 use std::net::SocketAddr;
 
@@ -11,7 +13,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::roster::{Roster, RosterChange, RosterMember};
 
 /// How many ticks a member may be silent, or without a control channel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Patience {
     /// After this many ticks without a sign of life, a member is lost.
     pub silent_ticks: u32,
@@ -37,6 +39,8 @@ pub enum Greeting {
         /// The number of the incarnation.
         incarnation: u32,
     },
+    /// Another server has taken the place of the one that dials, which must end.
+    Replaced,
 }
 
 /// What a tick has changed.
@@ -89,11 +93,15 @@ struct Supervised {
     state: State,
     /// The last incarnation that was handed out.
     incarnation: u32,
+    /// Whether the member shows all datasets, as far as it has said.
+    is_complete: bool,
+    /// The first incarnation of the server that is this member now. A server with an older one has been replaced.
+    first_incarnation: u32,
     address: SocketAddr,
 }
 
 /// The members of a session, as their supervisor sees them.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Supervision {
     patience: Patience,
     members: Vec<Supervised>,
@@ -104,7 +112,13 @@ pub struct Supervision {
 impl Supervision {
     /// Begins with members that are all live.
     pub fn new(addresses: &[SocketAddr], patience: Patience) -> Self {
-        let member = |&address| Supervised { state: State::Live { silent_ticks: 0 }, incarnation: 0, address };
+        let member = |&address| Supervised {
+            state: State::Live { silent_ticks: 0 },
+            incarnation: 0,
+            is_complete: true,
+            first_incarnation: 0,
+            address,
+        };
         Self {
             patience,
             members: addresses.iter().map(member).collect(),
@@ -128,14 +142,36 @@ impl Supervision {
         RosterChange { epoch: self.roster.epoch(), coordinator: self.roster.coordinator().0, members: members.collect() }
     }
 
-    /// Returns whether no member is left, nor one that could still return.
+    /// Returns whether no member is left that has the session's datasets.
     pub fn is_over(&self) -> bool {
-        self.members.iter().all(|member| matches!(member.state, State::Lost | State::Ended { .. }))
+        let is_gone = |state: &State| matches!(state, State::Lost | State::Ended { .. } | State::Returning { .. });
+        self.members.iter().all(|member| is_gone(&member.state))
+    }
+
+    /// Returns whether a new server can take a node's place: its server is lost, and none is about to return.
+    pub fn is_vacant(&self, node: NodeId) -> bool {
+        let is_gone = |state: &State| matches!(state, State::Lost | State::Ended { .. });
+        self.members.get(node.index()).is_some_and(|member| is_gone(&member.state) && !self.roster.is_live(node))
     }
 
     /// Returns whether a node's lease is to be renewed: it is a member, or about to be one again.
     pub fn is_renewed(&self, node: NodeId) -> bool {
         self.members.get(node.index()).is_some_and(|member| !matches!(member.state, State::Lost | State::Ended { .. }))
+    }
+
+    /// Returns for how many ticks a member has been silent. A member without a control channel is not silent, but gone.
+    pub fn silent_ticks(&self, node: NodeId) -> u32 {
+        match self.members.get(node.index()).map(|member| &member.state) {
+            Some(State::Live { silent_ticks } | State::Returning { silent_ticks }) => *silent_ticks,
+            _ => 0,
+        }
+    }
+
+    /// Records that another member has heard of a member. That is a sign of life only as long as the member is not lost.
+    pub fn reported(&mut self, node: NodeId) {
+        if let Some(Supervised { state: State::Live { silent_ticks }, .. }) = self.members.get_mut(node.index()) {
+            *silent_ticks = 0;
+        }
     }
 
     /// Records a message of a member on its control channel.
@@ -154,6 +190,7 @@ impl Supervision {
     pub fn dialed(&mut self, node: NodeId, incarnation: u32) -> Greeting {
         let Some(member) = self.members.get_mut(node.index()) else { return Greeting::Continue };
         match member.state {
+            _ if incarnation < member.first_incarnation => Greeting::Replaced,
             State::Live { .. } | State::Closed { .. } if incarnation == member.incarnation => {
                 member.state = State::Live { silent_ticks: 0 };
                 Greeting::Continue
@@ -162,6 +199,18 @@ impl Supervision {
             // The server that dials is not the one that this member is, or it has to catch up again.
             _ => member.invite(),
         }
+    }
+
+    /// Lets a new server take a node's place. It is a member once it has caught up with the session as the incarnation that is
+    /// returned. `None` if the place is taken.
+    pub fn replace(&mut self, node: NodeId) -> Option<u32> {
+        if !self.is_vacant(node) {
+            return None;
+        }
+        let member = self.members.get_mut(node.index())?;
+        let Greeting::Return { incarnation } = member.invite() else { return None };
+        member.first_incarnation = incarnation;
+        Some(incarnation)
     }
 
     /// Records that a member's control channel was closed by its server.
@@ -181,13 +230,13 @@ impl Supervision {
         }
     }
 
-    /// Records that a returning server has caught up with the session.
+    /// Records that a returning server has caught up with the session, or that one that has returned has done so once more.
     pub fn caught_up(&mut self, node: NodeId, incarnation: u32, address: SocketAddr) {
-        if let Some(member) = self.members.get_mut(node.index())
-            && matches!(member.state, State::Returning { .. })
-            && member.incarnation == incarnation
-        {
-            (member.state, member.address) = (State::CaughtUp, address);
+        let Some(member) = self.members.get_mut(node.index()).filter(|member| member.incarnation == incarnation) else { return };
+        match member.state {
+            State::Returning { .. } => (member.state, member.address) = (State::CaughtUp, address),
+            State::Live { .. } | State::Closed { .. } => member.is_complete = true,
+            State::CaughtUp | State::Lost | State::Ended { .. } => {}
         }
     }
 
@@ -253,7 +302,9 @@ impl Supervision {
         let mut next = self.roster.clone();
         next.apply(&change);
         if !next.is_live(next.coordinator()) {
-            change.coordinator = next.live().next().map_or(change.coordinator, |lowest| lowest.0);
+            let is_complete = |node: &NodeId| self.members.get(node.index()).is_some_and(|member| member.is_complete);
+            let successor = next.live().find(is_complete).or_else(|| next.live().next());
+            change.coordinator = successor.map_or(change.coordinator, |lowest| lowest.0);
         }
         self.roster.apply(&change);
     }
@@ -262,6 +313,7 @@ impl Supervision {
 impl Supervised {
     fn invite(&mut self) -> Greeting {
         self.incarnation += 1;
+        self.is_complete = false;
         self.state = State::Returning { silent_ticks: 0 };
         Greeting::Return { incarnation: self.incarnation }
     }
@@ -344,6 +396,56 @@ mod tests {
         supervision.ended(NodeId(1));
         supervision.ended(NodeId(2));
         assert!(supervision.is_over());
+    }
+
+    #[test]
+    fn a_new_server_takes_the_place_of_a_lost_one_which_cannot_return_anymore() {
+        let mut supervision = session();
+        assert_eq!(supervision.replace(NodeId(2)), None, "it is live");
+        supervision.closed(NodeId(2));
+        assert_eq!(supervision.replace(NodeId(2)), None, "it may dial again");
+        pass(&mut supervision, 3, &[2]);
+        assert!(supervision.is_vacant(NodeId(2)));
+        assert_eq!(supervision.replace(NodeId(2)), Some(1));
+        assert_eq!(supervision.replace(NodeId(2)), None, "another new server is catching up");
+        assert_eq!(supervision.dialed(NodeId(2), 0), Greeting::Replaced);
+        let address = SocketAddr::from(([127, 0, 0, 9], 7));
+        supervision.caught_up(NodeId(2), 1, address);
+        assert_eq!(pass(&mut supervision, 1, &[]), [Changes { lost: vec![], returned: vec![NodeId(2)] }]);
+        assert_eq!(supervision.roster().member(NodeId(2)).unwrap().address, address);
+        assert_eq!(supervision.dialed(NodeId(2), 0), Greeting::Replaced);
+        assert_eq!(supervision.dialed(NodeId(2), 1), Greeting::Continue);
+        assert_eq!(supervision.replace(NodeId(9)), None, "there is no such node");
+    }
+
+    #[test]
+    fn a_member_that_has_just_returned_coordinates_only_if_no_other_is_left() {
+        for is_complete in [false, true] {
+            let mut supervision = session();
+            pass(&mut supervision, 6, &[1]);
+            supervision.heard(NodeId(1));
+            let address = address(&supervision, 1);
+            supervision.caught_up(NodeId(1), 1, address);
+            pass(&mut supervision, 1, &[]);
+            if is_complete {
+                supervision.caught_up(NodeId(1), 1, address);
+            }
+            pass(&mut supervision, 6, &[0]);
+            assert_eq!(supervision.roster().coordinator(), NodeId(if is_complete { 1 } else { 2 }));
+            pass(&mut supervision, 6, &[0, 2]);
+            assert_eq!(supervision.roster().coordinator(), NodeId(1));
+        }
+    }
+
+    #[test]
+    fn a_session_without_a_member_that_has_its_datasets_is_over() {
+        let mut supervision = session();
+        [0, 1].into_iter().for_each(|node| supervision.ended(NodeId(node)));
+        pass(&mut supervision, 3, &[0, 1]);
+        assert_eq!(supervision.replace(NodeId(0)), Some(1));
+        assert!(!supervision.is_over());
+        supervision.ended(NodeId(2));
+        assert!(supervision.is_over(), "nobody is left from whom node 0 could learn the datasets");
     }
 
     #[test]

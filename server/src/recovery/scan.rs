@@ -1,15 +1,18 @@
 //! Finds the blocks to recover, in the order of their origins, so that sources are read from front to back.
 
+use std::collections::BTreeSet;
+
 use dayfly_meta::catalog::{Place, block_len};
 use dayfly_meta::id::{BlockId, SampleId};
-use dayfly_meta::limits::BLOCK_SIZE_MAX;
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, STREAM_BLOCKS_MAX};
 use dayfly_meta::placement::NodeSet;
+use dayfly_meta::wire::status::Reads;
 
 use crate::origins::is_readable_alone;
 use crate::store::{BlockPosition, Dataset, Window, WindowSelection};
 
 /// Returns the blocks to recover that come after `after`, at most `len_max` of them: those that this node should store in place of a
-/// lost holder, and lacks. Looks at the whole catalog.
+/// lost holder, or of a server that was lost on this node, and lacks. Looks at the whole catalog.
 pub(super) fn window(dataset: &Dataset, lost: &NodeSet, after: Option<BlockPosition>, len_max: usize) -> Window {
     let (catalog, mut selection) = (dataset.catalog(), WindowSelection::new(after, len_max));
     for sample in (0..catalog.header().samples).map(SampleId) {
@@ -30,9 +33,54 @@ pub(super) fn window(dataset: &Dataset, lost: &NodeSet, after: Option<BlockPosit
     selection.finish()
 }
 
+/// Returns the compressed tars from which this node is to hold blocks that it lacks, and counts those blocks. Looks at the whole
+/// catalog.
+pub(super) fn streamed_sources(dataset: &Dataset, lost: &NodeSet) -> (BTreeSet<u32>, Reads) {
+    let (mut sources, mut found) = (BTreeSet::new(), Reads::default());
+    each_streamed(dataset, lost, None, &mut |source, _, _, len| {
+        sources.insert(source);
+        found.add(Reads { count: 1, bytes: len });
+    });
+    (sources, found)
+}
+
+/// Returns the blocks of a compressed tar that this node is to hold and lacks, in the order in which they lie in the tar. There are
+/// at most [`STREAM_BLOCKS_MAX`]; the others are found again later.
+pub(super) fn streamed_blocks(dataset: &Dataset, lost: &NodeSet, source: u32) -> Vec<BlockId> {
+    let mut blocks: Vec<(u64, u32)> = Vec::new();
+    each_streamed(dataset, lost, Some(source), &mut |_, offset, block, _| {
+        if blocks.len() < STREAM_BLOCKS_MAX {
+            blocks.push((offset, block));
+        }
+    });
+    blocks.sort_unstable();
+    blocks.into_iter().map(|(_, block)| BlockId(block)).collect()
+}
+
+/// Calls `see` with the source, the offset, the number and the length of each block of compressed tars that this node is to hold and
+/// lacks.
+fn each_streamed(dataset: &Dataset, lost: &NodeSet, only: Option<u32>, see: &mut dyn FnMut(u32, u64, u32, u64)) {
+    let catalog = dataset.catalog();
+    for sample in (0..catalog.header().samples).map(SampleId) {
+        let Some(origin) = catalog.origin(sample) else { continue };
+        if only.is_some_and(|only| only != origin.source) {
+            continue;
+        }
+        let (Place::Bytes { offset } | Place::SparseTar { offset, .. }) = origin.place else { continue };
+        let Some((size, blocks)) = catalog.sample(sample) else { continue };
+        for (part, block) in (0..).zip(blocks) {
+            let id = BlockId(block);
+            let is_mine = || dataset.is_to_come_back(id) || dataset.takes_over(id, lost);
+            if dataset.is_streamed(id) && is_mine() && !dataset.is_local(id) && dataset.is_selected(id) {
+                see(origin.source, offset.saturating_add(u64::from(part) * BLOCK_SIZE_MAX), block, block_len(size, part));
+            }
+        }
+    }
+}
+
 fn is_to_recover(dataset: &Dataset, lost: &NodeSet, sample: SampleId, block: BlockId) -> bool {
-    dataset.takes_over(block, lost)
+    (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
         && !dataset.is_local(block)
         && dataset.is_selected(block)
-        && (is_readable_alone(dataset, sample) || dataset.has_surviving_copy(block, lost))
+        && (is_readable_alone(dataset, sample) || dataset.has_surviving_copy(block, lost) || dataset.is_to_come_back(block))
 }

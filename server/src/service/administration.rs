@@ -41,9 +41,10 @@ impl Administration {
                 Ok(AdministrationReply::Done)
             }
             AdministrationRequest::CatchUp => {
-                self.catch_up.catch_up().await?;
+                self.catch_up.look_again().await?;
                 Ok(AdministrationReply::Done)
             }
+            AdministrationRequest::Renew(round) => Ok(AdministrationReply::Heard(self.membership.take_round(&round))),
             AdministrationRequest::End => {
                 let freed_bytes = match self.membership.free_all().await {
                     Ok(freed_bytes) => freed_bytes,

@@ -49,9 +49,23 @@ pub(super) struct LinkHealth {
 pub(super) struct NodeHealth {
     /// The node neither receives nor sends at this time.
     pub(super) is_frozen: bool,
+    /// The node reaches nobody, not even the supervisor, while its clock goes on.
+    pub(super) is_cut_off: bool,
     pub(super) is_killed: bool,
     /// How many of the next pieces cannot be read from the node's drive.
     pub(super) unreadable: u32,
+}
+
+/// The supervisor's end of the control channels.
+pub(super) const SUPERVISOR: NodeId = NodeId(u16::MAX);
+
+/// Strikes the sender of a message.
+struct Trap {
+    /// The name of the message.
+    message: &'static str,
+    /// How many more such messages arrive before the sender is struck.
+    count: u32,
+    sprung: oneshot::Sender<NodeId>,
 }
 
 /// The network of one session.
@@ -72,12 +86,25 @@ struct NetState {
     services: BTreeMap<NodeId, Arc<dyn Service>>,
     nodes: BTreeMap<NodeId, NodeHealth>,
     links: BTreeMap<(NodeId, NodeId), LinkHealth>,
+    traps: Vec<Trap>,
     connections: Vec<Weak<SimConnection>>,
     /// All regions that were created, to check at the end that all of their slots were freed.
     regions: Vec<(NodeId, Region)>,
     /// A hash of everything that happened.
     trace: FxHasher,
     messages: u64,
+}
+
+impl NetState {
+    fn spring_traps(&mut self, from: NodeId, what: &str) {
+        for trap in self.traps.iter_mut().filter(|trap| trap.message == what) {
+            trap.count = trap.count.saturating_sub(1);
+        }
+        for trap in self.traps.extract_if(.., |trap| trap.count == 0) {
+            // The session may be over.
+            let _ = trap.sprung.send(from);
+        }
+    }
 }
 
 fn pair(one: NodeId, other: NodeId) -> (NodeId, NodeId) {
@@ -92,6 +119,7 @@ impl Net {
             services: BTreeMap::new(),
             nodes: BTreeMap::new(),
             links: BTreeMap::new(),
+            traps: Vec::new(),
             connections: Vec::new(),
             regions: Vec::new(),
             trace: FxHasher::default(),
@@ -164,15 +192,42 @@ impl Net {
     pub(super) fn heal(&self) {
         let mut state = self.state();
         state.links.clear();
+        state.traps.clear();
         state.nodes.values_mut().for_each(|node| *node = NodeHealth { is_killed: node.is_killed, ..NodeHealth::default() });
         drop(state);
         self.changed.notify_waiters();
     }
 
+    /// Returns a node's health.
+    pub(super) fn health(&self, node: NodeId) -> NodeHealth {
+        self.state().nodes.get(&node).copied().unwrap_or_default()
+    }
+
+    /// Waits until a node is killed.
+    pub(super) async fn killed(&self, node: NodeId) {
+        loop {
+            let changed = self.changed.notified();
+            tokio::pin!(changed);
+            changed.as_mut().enable();
+            if self.health(node).is_killed {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Waits until this many messages of this name have arrived. Returns the sender of the last one; `None` if all faults end before.
+    pub(super) async fn trap(&self, message: &'static str, count: u32) -> Option<NodeId> {
+        let (sprung, sender) = oneshot::channel();
+        self.state().traps.push(Trap { message, count, sprung });
+        sender.await.ok()
+    }
+
     /// Returns whether messages get through from one node to another.
-    fn is_open(&self, from: NodeId, to: NodeId) -> bool {
+    pub(super) fn is_open(&self, from: NodeId, to: NodeId) -> bool {
         let state = self.state();
-        let is_down = |node| state.nodes.get(&node).is_some_and(|health| health.is_frozen || health.is_killed);
+        let is_down =
+            |node| state.nodes.get(&node).is_some_and(|health| health.is_frozen || health.is_cut_off || health.is_killed);
         !is_down(from) && !is_down(to) && !state.links.get(&pair(from, to)).is_some_and(|link| link.is_silent)
     }
 
@@ -217,7 +272,7 @@ impl Net {
     }
 
     /// Delays a message as long as it takes to travel, and adds it to the trace.
-    async fn travel(&self, from: NodeId, to: NodeId, bytes: usize, what: &str) {
+    pub(super) async fn travel(&self, from: NodeId, to: NodeId, bytes: usize, what: &str) {
         let delay = {
             let mut state = self.state();
             let usual = state.random.log_duration(Duration::from_micros(20), Duration::from_millis(2));
@@ -237,6 +292,7 @@ impl Net {
         }
         let now = self.start.elapsed();
         let mut state = self.state();
+        state.spring_traps(from, what);
         state.messages += 1;
         state.trace.write_u64(now.as_micros() as u64);
         state.trace.write_u32(u32::from(from.0) << 16 | u32::from(to.0));
@@ -410,7 +466,7 @@ impl SimConnection {
 }
 
 /// Returns the first word of a message, for the trace.
-fn name(message: &[u8]) -> String {
+pub(super) fn name(message: &[u8]) -> String {
     let words = match decode_sealed::<Request>(message) {
         Ok(Request::Read(request)) => format!("{request:?}"),
         Ok(Request::Coordinator(request)) => format!("{request:?}"),

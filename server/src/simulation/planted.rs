@@ -1,4 +1,5 @@
-//! Deliberate bugs that the simulation must find: decorators of the transport that break what the server relies on.
+//! Deliberate bugs that the simulation must find: decorators of the transport that break what the server relies on, and mistakes of
+//! the simulated supervisor.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest, ReadRequest, Rejection, Request};
+use dayfly_meta::wire::peer::{CoordinatorReply, NodeStageInReply, NodeStageInRequest, ReadRequest, Rejection, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
@@ -16,7 +17,9 @@ use dayfly_transport::{
     TransportError,
 };
 
-/// A bug in one node.
+use super::net::name;
+
+/// A bug in one node, or in the supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Planted {
     /// An owner answers a read with the wrong chunks.
@@ -25,10 +28,35 @@ pub(super) enum Planted {
     SwallowedAnswer,
     /// A node confirms that it has made a dataset visible, but has not.
     UndoneCommit,
+    /// The supervisor does not tell a node who is a member.
+    UntoldChange,
+    /// A node that returns says that it has caught up, but has not.
+    HastyReturn,
+    /// Nodes tell each node that returns that there are no datasets.
+    ForgottenDatasets,
 }
 
 impl Planted {
-    pub(super) const ALL: [Self; 3] = [Self::WrongChunk, Self::SwallowedAnswer, Self::UndoneCommit];
+    pub(super) const ALL: [Self; 6] = [
+        Self::WrongChunk,
+        Self::SwallowedAnswer,
+        Self::UndoneCommit,
+        Self::UntoldChange,
+        Self::HastyReturn,
+        Self::ForgottenDatasets,
+    ];
+}
+
+impl Planted {
+    /// Returns whether the bug is in the transport of a node. `is_one` says whether this is the one node that usually has the bug.
+    pub(super) fn is_in_transport(self, is_one: bool) -> bool {
+        match self {
+            Self::WrongChunk | Self::SwallowedAnswer | Self::UndoneCommit => is_one,
+            Self::ForgottenDatasets => true,
+            // These are in the supervisor, or in the servers' side of its channels.
+            Self::UntoldChange | Self::HastyReturn => false,
+        }
+    }
 }
 
 /// A node's transport with a bug in it.
@@ -110,6 +138,10 @@ impl Service for BuggyService {
         let request = decode_sealed::<Request>(&message);
         if self.bug == Planted::UndoneCommit && matches!(request, Ok(Request::NodeStageIn(NodeStageInRequest::Commit { .. }))) {
             return Ok(Answer { message: encode_sealed(&Ok::<_, Rejection>(NodeStageInReply::Done)), pieces: Vec::new() });
+        }
+        if self.bug == Planted::ForgottenDatasets && name(&message) == "Datasets" {
+            let none = CoordinatorReply::Datasets(Vec::new());
+            return Ok(Answer { message: encode_sealed(&Ok::<_, Rejection>(none)), pieces: Vec::new() });
         }
         let mut answer = self.inner.pulled(from, message, room).await?;
         if self.bug == Planted::WrongChunk && matches!(request, Ok(Request::Read(ReadRequest::Chunks { .. }))) {

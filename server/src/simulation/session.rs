@@ -14,7 +14,7 @@ use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_IN_MEMORY_MIN};
 use dayfly_meta::wire::control::{Copies, Event, StageInRequest};
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::{Agreement, Key, Options, Transport};
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -24,6 +24,7 @@ use super::net::{Net, SimTransport};
 use super::planted::{Buggy, Planted};
 use super::random::Random;
 use super::source::{Files, Source, Sources, scratch};
+use super::supervisor::{Counts, Supervisor};
 use crate::blocking::Blocking;
 use crate::coordinator::EVENTS_QUEUE_LEN;
 use crate::fetch::Fetched;
@@ -33,7 +34,9 @@ use crate::{Config, Node};
 /// This is longer than any session takes. A session that is not over by then has hung.
 const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
-const STAGE_IN_MAX: Duration = Duration::from_secs(150);
+const STAGE_IN_MAX: Duration = Duration::from_secs(240);
+/// What the error of a stage-in may name as its cause, apart from the paths of sources.
+const CAUSES: [&str; 4] = ["node ", "canceled", "has not heard from the supervisor", "--copies 2 needs at least 2 nodes"];
 /// After this time without faults, everything that was in flight has ended.
 const QUIET: Duration = Duration::from_secs(120);
 
@@ -47,6 +50,8 @@ pub(super) struct Outcome {
     pub(super) stage_ins: u64,
     pub(super) failed_stage_ins: u64,
     pub(super) messages: u64,
+    /// How often members were lost and returned.
+    pub(super) changes: Counts,
     /// How long the session took by the simulated clock.
     pub(super) took: Duration,
     /// A hash of everything that happened.
@@ -62,8 +67,23 @@ impl Outcome {
     }
 }
 
-/// Runs the session of one seed. With `is_verbose`, prints each message and each fault.
-pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted>, is_verbose: bool) -> Outcome {
+/// A fault, and when it begins.
+pub(super) type TimedFault = (Duration, Fault);
+
+/// How the session of a seed differs from others.
+#[derive(Clone, Copy, Default)]
+pub(super) struct Variant<'a> {
+    /// A bug that is planted in it.
+    pub(super) bug: Option<Planted>,
+    /// The faults that happen, in place of those that the seed draws.
+    pub(super) faults: Option<&'a [TimedFault]>,
+    /// Whether each message and each fault is printed.
+    pub(super) is_verbose: bool,
+}
+
+/// Runs the session of one seed.
+pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, variant: Variant<'_>) -> Outcome {
+    let Variant { bug, faults, is_verbose } = variant;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let folder = scratch();
     let mut outcome = runtime.block_on(async {
@@ -83,7 +103,7 @@ pub(super) fn run(seed: u64, sources: &Sources, pool: &Pool, bug: Option<Planted
             copies: Copies::Number(1 + u16::from(seed.is_multiple_of(3))),
             files: &|_| Arc::new(SystemFiles),
         };
-        if timeout(HANG, session.run(random, sources, jobs.clone())).await.is_err() {
+        if timeout(HANG, session.run(random, sources, jobs.clone(), faults)).await.is_err() {
             session.broken(format!("the session hangs: it is not over after {} s", HANG.as_secs()));
         }
         let mut outcome = session.report.lock().unwrap().clone();
@@ -119,7 +139,7 @@ impl Session<'_> {
         self.report.lock().unwrap().broken.push(what);
     }
 
-    async fn run(&self, mut random: Random, sources: &Sources, jobs: Arc<Jobs>) {
+    async fn run(&self, mut random: Random, sources: &Sources, jobs: Arc<Jobs>, faults: Option<&[TimedFault]>) {
         let nodes = 3 + random.below(2) as u16;
         let servers = self.start(nodes, &mut random, jobs).await;
         let all: Vec<SocketAddr> = servers.iter().map(|server| server.address()).collect();
@@ -132,9 +152,12 @@ impl Session<'_> {
             return self.broken(format!("a stage-in without faults failed: {reason}"));
         }
         self.check_visible(&servers, b"first", &sources.first.files).await;
+        // One session in eight renews leases along a tree.
+        let tree_width = (self.seed % 8 == 5).then(|| 1 + (self.seed / 8 % 2) as u16);
+        let supervisor = Supervisor::start(self.net.clone(), &servers, tree_width, self.bug);
 
         // From here on, faults happen.
-        let faults = draw(&mut random, nodes);
+        let faults = faults.map_or_else(|| draw(&mut random, nodes), <[_]>::to_vec);
         let is_truncated = faults.iter().any(|(_, fault)| matches!(fault, Fault::Truncate));
         // Three out of four seeds leave out the last source: it is the largest, and simulating it takes the most time.
         let (changed, left_out) = (random.below(3) as usize, if random.is_one_in(4) { random.below(3) as usize } else { 3 });
@@ -151,50 +174,45 @@ impl Session<'_> {
                 None => std::future::pending().await,
             }
         };
-        let killed: Vec<NodeId> =
-            faults.iter().filter_map(|(_, fault)| if let Fault::Kill(node) = fault { Some(*node) } else { None }).collect();
         let mut readers = JoinSet::new();
         for server in &servers {
             let reader = self.reader(server);
             readers.spawn(reader.read_some(Random::new(random.next()), sources.first.files.clone()));
         }
-        let failing = self.apply_faults(faults, truncated.as_ref());
+        let failing = self.apply_faults(faults, &supervisor, truncated.as_ref());
         let stage_in = self.stage_in(asked, &second, b"second", cancelled);
-        let (staged, ()) = tokio::join!(stage_in, failing);
-        if let Err(reason) = &staged {
-            let names = |path: &Path| reason.contains(&path.display().to_string());
-            let has_cause =
-                reason.contains("node ") || reason.contains("canceled") || second.iter().any(|source| names(&source.path));
-            if !has_cause {
-                self.broken(format!("the error of a stage-in names no cause: {reason}"));
-            }
-        }
+        let done = Notify::new();
+        let ((staged, ()), third) = tokio::join!(
+            async { (tokio::join!(stage_in, failing), done.notify_one()).0 },
+            self.stage_in_after_return(&supervisor, &servers, &first, &done)
+        );
+        self.check_cause(&staged, &second);
+        third.iter().for_each(|staged| self.check_cause(staged, &first));
         while readers.join_next().await.is_some() {}
 
         // All faults end, and what is still in flight gets time to finish.
         self.net.heal();
         self.net.note("all faults end");
         sleep(QUIET).await;
-        let alive: Vec<Arc<Node>> =
-            servers.iter().filter(|server| !killed.contains(&server.parts.config.node)).cloned().collect();
+        supervisor.broken().into_iter().for_each(|what| self.broken(what));
+        let is_killed = |server: &Arc<Node>| self.net.health(server.parts.config.node).is_killed;
+        let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !is_killed(server)).cloned().collect();
         self.check_visible(&alive, b"first", &sources.first.files).await;
         self.read_all(&alive, b"first", &sources.first.files).await;
-        // A session without its coordinator is over: if only some nodes show the dataset then, nobody can undo that.
-        if !killed.contains(&NodeId(0)) {
-            let visible = alive.iter().filter(|server| dataset(server, b"second").is_some()).count();
-            if visible != 0 && visible != alive.len() {
-                self.broken(format!("{visible} of {} nodes show the dataset", alive.len()));
-            }
-            if staged.is_ok() && visible == 0 {
-                self.broken("a stage-in succeeded, and no node shows its dataset".to_owned());
-            }
-            // If a source was truncated, the files that the dataset has depend on when that happened, so they are not checked.
-            if visible == alive.len() && !is_truncated {
-                self.check_visible(&alive, b"second", &files).await;
-                let one = random.below(alive.len() as u64) as usize;
-                self.read_all(&alive[one..=one], b"second", &files).await;
-            }
+        let visible = self.check_agreement(&alive, b"second", &staged);
+        if let Some(staged) = &third
+            && self.check_agreement(&alive, b"third", staged) == alive.len()
+        {
+            self.check_visible(&alive, b"third", &sources.first.files).await;
         }
+        // If a source was truncated, the files that the dataset has depend on when that happened, so they are not checked.
+        if visible > 0 && visible == alive.len() && !is_truncated {
+            self.check_visible(&alive, b"second", &files).await;
+            let one = random.below(alive.len() as u64) as usize;
+            self.read_all(&alive[one..=one], b"second", &files).await;
+        }
+        self.report.lock().unwrap().changes = supervisor.counts();
+        drop(supervisor);
         drop(alive);
         self.end(servers).await;
     }
@@ -211,6 +229,7 @@ impl Session<'_> {
                 key: Arc::new(Key::new([7; 32])),
                 encrypt: false,
                 node,
+                is_replacement: false,
                 listen: address,
                 network: Options::default(),
                 runtime_dir: self.folder.to_owned(),
@@ -223,12 +242,13 @@ impl Session<'_> {
                 decoders: 1,
                 pfs_streams: self.pfs_streams,
                 recovery_rate: 256 << 20,
+                recovery_timeout: std::time::Duration::ZERO,
                 stage_in_memory: STAGE_IN_MEMORY_MIN,
                 deadlines: self.net.deadlines,
             };
             let transport = SimTransport { net: self.net.clone(), me: node };
             let transport: Arc<dyn Transport> = match self.bug {
-                Some(bug) if node == buggy => Arc::new(Buggy { inner: transport, bug }),
+                Some(bug) if bug.is_in_transport(node == buggy) => Arc::new(Buggy { inner: transport, bug }),
                 _ => Arc::new(transport),
             };
             let jobs: Arc<dyn Blocking> = jobs.clone();
@@ -274,6 +294,11 @@ impl Session<'_> {
         let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
         self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
+        let node = server.parts.config.node;
+        let is_member = !self.net.health(node).is_killed && server.parts.peers.roster().is_live(node);
+        if ended.is_ok() && is_member && dataset(server, target).is_none() {
+            self.broken(format!("node {node} was told that a stage-in has succeeded, and does not show its dataset"));
+        }
         if took > STAGE_IN_MAX {
             self.broken(format!("a stage-in took {} s: {ended:?}", took.as_secs()));
         }
@@ -284,7 +309,7 @@ impl Session<'_> {
     }
 
     /// Applies each fault when its time comes, and waits until all have ended.
-    async fn apply_faults(&self, faults: Vec<(Duration, Fault)>, truncated: Option<&Source>) {
+    async fn apply_faults(&self, faults: Vec<(Duration, Fault)>, supervisor: &Supervisor, truncated: Option<&Source>) {
         let start = Instant::now();
         let mut applied = JoinSet::new();
         for (at, fault) in faults {
@@ -295,10 +320,52 @@ impl Session<'_> {
                 let file = std::fs::OpenOptions::new().write(true).open(&truncated.path).unwrap();
                 file.set_len(file.metadata().unwrap().len() / 3).unwrap();
             }
-            let net = self.net.clone();
-            applied.spawn(async move { apply(&net, fault).await });
+            let (net, supervisor) = (self.net.clone(), supervisor.shared().clone());
+            applied.spawn(async move { apply(&net, &supervisor, fault).await });
         }
         while applied.join_next().await.is_some() {}
+    }
+
+    /// Stages in a dataset as soon as a node has returned, while it still looks for what it missed. Returns `None` if no node
+    /// returns before `done`.
+    async fn stage_in_after_return(
+        &self,
+        supervisor: &Supervisor,
+        servers: &[Arc<Node>],
+        sources: &[&Source],
+        done: &Notify,
+    ) -> Option<Result<(), String>> {
+        let returned = tokio::select! {
+            biased;
+            returned = supervisor.returned() => returned,
+            () = done.notified() => return None,
+        };
+        // An even seed asks the node that has returned, an odd one another.
+        let asked = (returned.index() + (self.seed % 2) as usize) % servers.len();
+        Some(self.stage_in(&servers[asked], sources, b"third", std::future::pending()).await)
+    }
+
+    /// Checks that the error of a stage-in names a cause that a user can understand.
+    fn check_cause(&self, staged: &Result<(), String>, sources: &[&Source]) {
+        let Err(reason) = staged else { return };
+        let has_cause = CAUSES.iter().any(|cause| reason.contains(cause))
+            || sources.iter().any(|source| reason.contains(&source.path.display().to_string()));
+        if !has_cause {
+            self.broken(format!("the error of a stage-in names no cause: {reason}"));
+        }
+    }
+
+    /// Checks that all live nodes show a dataset or none does. Returns how many show it.
+    fn check_agreement(&self, alive: &[Arc<Node>], target: &[u8], staged: &Result<(), String>) -> usize {
+        let (visible, name) =
+            (alive.iter().filter(|server| dataset(server, target).is_some()).count(), String::from_utf8_lossy(target));
+        if visible != 0 && visible != alive.len() {
+            self.broken(format!("{visible} of {} nodes show {name}", alive.len()));
+        }
+        if staged.is_ok() && visible == 0 && !alive.is_empty() {
+            self.broken(format!("a stage-in succeeded, and no node shows {name}"));
+        }
+        visible
     }
 
     /// Checks that the nodes show the dataset with all of its files.
@@ -343,10 +410,15 @@ impl Session<'_> {
         sleep(Duration::from_secs(5)).await;
         for server in &servers {
             let node = server.parts.config.node;
+            if self.net.health(node).is_killed {
+                // Nothing that a dead process held is left.
+                server.free_all();
+                continue;
+            }
             if server.parts.stage_ins.is_any() {
                 self.broken(format!("node {node} still has a stage-in"));
             }
-            if (1..4).any(|number| server.parts.coordinator.is_running(number)) {
+            if server.parts.coordinator.is_any_running() {
                 self.broken(format!("node {node} still coordinates a stage-in"));
             }
             let (_, leases) = server.parts.arena.usage();
@@ -413,7 +485,7 @@ impl Reader {
                 if !reason.contains("node ") {
                     self.broken(format!("the error of a read names no cause: {reason}"));
                 }
-                if ["is lost", "did not answer within", "is stuck"].iter().any(|words| reason.contains(words)) {
+                if ["cannot be reached", "did not answer within", "is stuck"].iter().any(|words| reason.contains(words)) {
                     self.broken(format!("a read failed because a node is absent, but others can read its blocks: {reason}"));
                 }
             }

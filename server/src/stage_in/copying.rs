@@ -10,6 +10,7 @@ use dayfly_meta::limits::{COPY_REQUESTS, COPY_WINDOW_BLOCKS};
 use dayfly_meta::segment::DrivePosition;
 use dayfly_meta::wire::peer::NodeStageInReply;
 use dayfly_meta::wire::status::Reads;
+use dayfly_stagein::origin::is_readable;
 use futures_util::stream::{self, StreamExt};
 use tokio::time::{Instant, sleep};
 use tracing::Instrument;
@@ -137,7 +138,8 @@ impl NodeStageIn {
         Ok(())
     }
 
-    /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost; then there is nothing to copy.
+    /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost or has returned; then there is
+    /// nothing to copy.
     async fn pull_from(
         &self,
         owner: NodeId,
@@ -147,11 +149,11 @@ impl NodeStageIn {
         let (start, peers) = (Instant::now(), &self.context.peers);
         let patience = self.deadlines().lost_after + self.deadlines().node_silent;
         loop {
-            let error = match pull(peers, &*self.context.blocking, dataset, owner, chunks).await {
+            let error = match pull(peers, &*self.context.blocking, dataset, owner, chunks, false).await {
                 Ok(read) => return Ok(Some(read)),
                 Err(error) => error,
             };
-            if !peers.roster().is_live(owner) {
+            if !peers.roster().is_live(owner) || error.is_unknown_dataset() {
                 return Ok(None);
             }
             if !error.is_absence() || start.elapsed() > patience {
@@ -172,12 +174,23 @@ impl NodeStageIn {
     ) -> Result<Partial, NodeStageInError> {
         let Pulled { chunks, bytes } = pulled;
         let Some(&first) = chunks.first() else { return Ok(partial) };
-        let block_len = dataset.catalog().block(first.block).map_or(0, |(_, len)| len);
+        let catalog = dataset.catalog();
+        let block_len = catalog.block(first.block).map_or(0, |(_, len)| len);
         let is_piece = dataset.chunk(first).is_some_and(|info| !info.is_block);
-        let lens: Vec<u64> = if is_piece { vec![block_len] } else { bytes.iter().map(|bytes| bytes.len() as u64).collect() };
+        let len = |chunk: &Chunk| dataset.chunk(*chunk).map_or(0, |info| info.len);
+        let owner = |chunk: &Chunk| catalog.owner(chunk.block);
+        let lens: Vec<u64> = if is_piece { vec![block_len] } else { chunks.iter().map(len).collect() };
         let total = Reads { count: lens.len() as u64, bytes: lens.iter().sum() };
         if bytes.is_empty() {
-            // Its owner is lost. Recovery makes the copy, if that is possible.
+            // The owner is lost. Perhaps no live node has what cannot be read again by itself.
+            let has_origin = |block| catalog.block(block).is_some_and(|(sample, _)| is_readable(catalog, sample));
+            if let Some(owner) = chunks.iter().find(|chunk| !has_origin(chunk.block)).and_then(owner) {
+                return Err(NodeStageInError::LostUncopied { owner });
+            }
+            // Recovery reads the others from their origins.
+            if first.index == 0 || partial.is_some() {
+                progress.state().uncopied.add(total);
+            }
             return Ok(None);
         }
         let positions = match partial {

@@ -20,8 +20,11 @@ use crate::store::{Drive, PrepareError};
 /// Why a node's part of a stage-in failed, or rejected a request.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NodeStageInError {
-    #[error("the stage-in has ended on this node, or never began here")]
+    #[error("this node has ended its part of the stage-in, because it could not reach the coordinator")]
     NotRunning,
+    /// Whether the dataset becomes visible is unknown here, so another attempt is as good as the first.
+    #[error("the coordinator did not answer, so the stage-in ended on this node: {0}")]
+    CoordinatorSilent(#[source] PeerError),
     #[error("the coordinator's roster has {theirs} nodes, and this node's roster has {ours}")]
     OtherRoster { theirs: usize, ours: usize },
     #[error("cannot begin a stage-in: {0}")]
@@ -69,6 +72,9 @@ pub(crate) enum NodeStageInError {
     },
     #[error("node {owner} has no good copy of a block that it stored; check its drives and its memory")]
     NoGoodCopy { owner: NodeId },
+    /// Only another attempt finds these samples again.
+    #[error("node {owner} was lost before its samples of compressed archives had been copied")]
+    LostUncopied { owner: NodeId },
     #[error("cannot write a copy of a block: {0}")]
     WriteCopy(#[source] io::Error),
     #[error("there is no room for a copy of {}; use fewer --copies", show_bytes(*.0))]
@@ -84,14 +90,17 @@ pub(crate) enum NodeStageInError {
 impl NodeStageInError {
     fn kind(&self) -> RejectionKind {
         match self {
-            Self::NotRunning => RejectionKind::NoSuchStageIn,
+            // The stage-in begins again.
+            Self::NotRunning | Self::LostUncopied { .. } => RejectionKind::NoSuchStageIn,
             Self::OtherRoster { .. } | Self::TooLong(_) | Self::NoSuchRun(_) => RejectionKind::Invalid,
             Self::NotFinished | Self::NoCatalog | Self::NotPrepared => RejectionKind::NotReady,
             Self::OldEpoch(_) => RejectionKind::OldEpoch,
             Self::Busy => RejectionKind::Busy,
             Self::NoRoom | Self::NoCatalogRoom(_) | Self::NoCopyRoom(_) => RejectionKind::NoRoom,
             Self::Begin(_) | Self::ReadBack(_) | Self::WriteCatalog(_) | Self::WriteCopy(_) => RejectionKind::DriveFailed,
-            Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } => RejectionKind::PeerFailed,
+            Self::NotLanded(_) | Self::ReadCatalog(_) | Self::ShortCatalog { .. } | Self::CoordinatorSilent(_) => {
+                RejectionKind::PeerFailed
+            }
             // This node has waited for the owner as long as it makes sense.
             Self::Copy { .. } | Self::NoGoodCopy { .. } => RejectionKind::Failed,
             Self::Ingest(error) => ingest_kind(error),
@@ -128,6 +137,10 @@ fn worker_kind(error: &StageInError) -> RejectionKind {
         StageInError::NoRoom { .. } => RejectionKind::NoRoom,
         // An owner that has answered says itself what failed.
         StageInError::Ship { cause, .. } | StageInError::NoAssignment { cause, .. } => match cause.downcast_ref() {
+            // It was lost, and has returned or was replaced. It takes no part in the stage-in anymore.
+            Some(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchStageIn => {
+                RejectionKind::PeerFailed
+            }
             Some(PeerError::Rejected { rejection, .. }) => rejection.kind,
             _ => RejectionKind::PeerFailed,
         },
@@ -160,5 +173,22 @@ impl From<NodeStageInError> for Rejection {
 impl From<&NodeStageInError> for Rejection {
     fn from(error: &NodeStageInError) -> Self {
         Self::new(error.kind(), error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stage_in_may_begin_again_if_an_owner_has_returned_without_it_or_the_coordinator_was_silent() {
+        let returned = Rejection::new(RejectionKind::NoSuchStageIn, "it never began here");
+        let cause = PeerError::Rejected { node: NodeId(2), rejection: returned };
+        let error = NodeStageInError::Worker(StageInError::Ship { node: NodeId(2), cause: Box::new(cause) });
+        assert_eq!(error.kind(), RejectionKind::PeerFailed);
+        let silent = NodeStageInError::CoordinatorSilent(PeerError::InvalidAnswer(NodeId(0)));
+        assert_eq!(silent.kind(), RejectionKind::PeerFailed);
+        assert!(silent.to_string().contains("node 0"), "{silent}");
+        assert_eq!(NodeStageInError::Worker(StageInError::Cancelled).kind(), RejectionKind::Cancelled);
     }
 }

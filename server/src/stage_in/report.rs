@@ -1,6 +1,6 @@
 //! Regular reports to the coordinator. The coordinator's answers decide when and how the stage-in ends on this node.
 
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest};
 use tokio::time::{Instant, sleep};
@@ -63,6 +63,7 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             }
             Err(error) => {
                 tracing::warn!(coordinator = %stage_in.coordinator(), %error, "the coordinator does not answer; the stage-in ends here");
+                *stage_in.coordinator_silence.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 return false;
             }
         }

@@ -1,7 +1,7 @@
 //! The worker threads of a stage-in on one node: each takes units from the coordinator until none are left.
 
 use std::fs::File;
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 
 use dayfly_meta::placement::Placement;
 use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest, Rejection, UnitReport};
@@ -31,6 +31,10 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     while let Some(joined) = workers.join_next().await {
         let finished = match joined {
             Ok(Ok(Ok(runs))) => Ok(runs),
+            Ok(Ok(Err(StageInError::Cancelled))) => {
+                let silence = stage_in.coordinator_silence.lock().unwrap_or_else(PoisonError::into_inner).take();
+                Err(silence.map_or(NodeStageInError::Worker(StageInError::Cancelled), NodeStageInError::CoordinatorSilent))
+            }
             Ok(Ok(Err(error))) => Err(NodeStageInError::Worker(error)),
             Ok(Err(job_lost)) => Err(NodeStageInError::JobLost(job_lost)),
             // Only this task could abort the workers, and it does not.

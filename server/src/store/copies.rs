@@ -46,6 +46,11 @@ impl Dataset {
         self.holders_without(block, &NOBODY)
     }
 
+    /// Returns whether the dataset has copies, and a node is to hold one of a block.
+    pub(crate) fn is_copied_to(&self, block: BlockId, node: NodeId) -> bool {
+        self.copies() > 1 && self.holders(block).contains(&node)
+    }
+
     /// Returns the nodes that hold a block if `skipped` hold none: its owner and the first of its other candidates.
     pub(crate) fn holders_without(&self, block: BlockId, skipped: &NodeSet) -> Vec<NodeId> {
         let Some(owner) = self.catalog().owner(block) else { return Vec::new() };

@@ -13,6 +13,7 @@ use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::locations::Locations;
 use dayfly_meta::placement::{Member, NodeSet, Placement};
 use dayfly_meta::segment::{DrivePosition, Location};
+use dayfly_stagein::origin::is_streamable;
 use dayfly_transport::Piece;
 
 use super::cached_blocks::CachedBlocks;
@@ -72,6 +73,7 @@ pub(crate) struct Dataset {
     /// The node that this part of the dataset is on.
     me: NodeId,
     owned: Owned,
+    pub(super) is_without_blocks: bool,
     cached_blocks: CachedBlocks,
     copies: CopiesHere,
     taken_over: RwLock<Arc<TakenOver>>,
@@ -147,6 +149,7 @@ impl NewDataset<'_> {
             segments,
             me,
             owned,
+            is_without_blocks: find.is_none(),
             cached_blocks,
             copies: CopiesHere::default(),
             taken_over: RwLock::default(),
@@ -257,10 +260,26 @@ impl Dataset {
         })
     }
 
-    /// Returns the first of a block's candidates that is not skipped; `None` if all are.
+    /// Returns the first of a block's candidates that is not skipped; `None` if all are. A compressed tar is read again by one node,
+    /// so all its blocks have the candidates of the tar's path. With copies, the other candidates of a block may have one.
     pub(crate) fn candidate(&self, block: BlockId, skipped: &NodeSet) -> Option<NodeId> {
+        if self.copies() == 1 && self.is_streamed(block) {
+            let source = self.catalog.source(self.source_of_block(block)?)?;
+            return self.placement().owner(&source.path, 0, skipped);
+        }
         let (path, part) = self.placed(block)?;
         self.placement().owner(self.catalog.header().group.of(&path), part, skipped)
+    }
+
+    /// Returns whether a block lies in a compressed tar, which can be read again only as a whole.
+    pub(crate) fn is_streamed(&self, block: BlockId) -> bool {
+        self.catalog.block(block).is_some_and(|(sample, _)| is_streamable(&self.catalog, sample))
+    }
+
+    /// Returns the number of the source that a block comes from.
+    pub(crate) fn source_of_block(&self, block: BlockId) -> Option<u32> {
+        let (sample, _) = self.catalog.block(block)?;
+        Some(self.catalog.origin(sample)?.source)
     }
 
     /// Returns the path that placement hashes for a block, and the block's number in its sample.

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use dayfly_meta::limits::{DRIVES_MAX, HEADROOM_MAX, HEADROOM_SHARE, left_for_catalogs};
+use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
@@ -17,7 +18,7 @@ use super::write_back::{Kernel, WriteBack};
 /// A drive failed. The message names the data dir and what the user can do.
 #[derive(Debug, thiserror::Error)]
 enum DriveError {
-    #[error("cannot use the data dir '{}': {source}; {}, or use another drive with --data-dir", path.display(), advice(source))]
+    #[error("cannot use the data dir '{}': {source}; {}", path.display(), advice(source))]
     Use { path: PathBuf, source: io::Error },
     #[error(
         "the drive of the data dir '{}' has lost what was written to it: {source}; check the kernel log (dmesg), make room on the \
@@ -31,10 +32,16 @@ enum DriveError {
 fn advice(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
-            "make room there (`dayfly tune --cache off` drops cached blocks of other nodes)"
+            "make room there (`dayfly tune --cache off` drops cached blocks of other nodes), or use another drive with --data-dir"
         }
-        io::ErrorKind::NotFound => "the folder was removed, so create it again (`umask 077; mkdir -p`)",
-        _ => "check the drive and the kernel log (dmesg)",
+        io::ErrorKind::NotFound => {
+            "the folder was removed, so create it again (`umask 077; mkdir -p`), or use another drive with --data-dir"
+        }
+        _ => match error.raw_os_error().map(Errno::from_raw) {
+            Some(Errno::EMFILE) => "raise the server's limit of open files (`ulimit -n`) before you start the session",
+            Some(Errno::ENFILE) => "raise the machine's limit of open files (`sysctl fs.file-max`)",
+            _ => "check the drive and the kernel log (dmesg), or use another drive with --data-dir",
+        },
     }
 }
 
@@ -268,6 +275,20 @@ fn free_bytes(path: &Path) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_error_says_what_the_user_can_do() {
+        let message = |errno: Errno| {
+            let source = io::Error::from_raw_os_error(errno as i32);
+            DriveError::Use { path: "/scratch".into(), source }.to_string()
+        };
+        for (errno, remedy) in
+            [(Errno::EMFILE, "`ulimit -n`"), (Errno::ENFILE, "fs.file-max"), (Errno::ENOSPC, "make room"), (Errno::EIO, "dmesg")]
+        {
+            assert!(message(errno).contains(remedy), "{}", message(errno));
+        }
+        assert!(!message(Errno::EMFILE).contains("drive"), "{}", message(Errno::EMFILE));
+    }
 
     #[test]
     fn dropped_reservations_free_their_room() {

@@ -35,6 +35,26 @@ impl Dataset {
         self.cached_blocks().set_ranks_changed();
     }
 
+    /// Returns whether this node has appeared in the session without the blocks that it owns, which are to come back to it from
+    /// other nodes or from their origins.
+    pub(crate) fn is_refilled(&self) -> bool {
+        self.is_without_blocks
+    }
+
+    /// Returns whether this node is one of a block's holders, and the block is to come back to it.
+    pub(crate) fn is_to_come_back(&self, block: BlockId) -> bool {
+        self.is_refilled() && self.holders(block).contains(&self.me())
+    }
+
+    /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,
+    /// a new server only has those blocks that have come back to it.
+    pub(crate) fn is_source(&self, block: BlockId) -> bool {
+        match self.is_refilled() && self.copies() > 1 {
+            true => self.is_to_come_back(block) && self.is_local(block),
+            false => self.is_mine(block),
+        }
+    }
+
     /// Returns whether this node owns a block or takes the place of the block's owner, which is lost. Its copy on this node, if
     /// there is one, is the one that other nodes ask for.
     pub(crate) fn is_holder(&self, block: BlockId) -> bool {
@@ -57,6 +77,9 @@ impl Dataset {
             return is_lost && self.candidate(block, lost) == Some(self.me());
         }
         let holders = self.holders(block);
+        if holders.iter().all(|holder| lost.contains(*holder)) && self.is_streamed(block) {
+            return self.candidate(block, lost) == Some(self.me());
+        }
         let is_one_lost = holders.iter().any(|holder| lost.contains(*holder));
         // A stage-in that loses a node cannot make all copies, so a holder may lack its own.
         is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
@@ -74,7 +97,8 @@ impl Dataset {
         for sample in (0..samples).step_by(step as usize).map(SampleId) {
             let Some((size, blocks)) = self.catalog().sample(sample) else { continue };
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
-                let can_be_read = || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost);
+                let can_be_read =
+                    || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost) || self.is_streamed(block);
                 if self.takes_over(block, lost) && can_be_read() {
                     bytes += block_len(size, part);
                 }

@@ -168,6 +168,8 @@ pub async fn dial(session: SessionId, key: &Arc<Key>, deadlines: Deadlines, addr
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
     use super::*;
 
     async fn listener(key: u8) -> (Listener, Vec<SocketAddr>) {
@@ -208,5 +210,41 @@ mod tests {
         assert!(accepted.is_err());
         let why = dialed.err().unwrap().to_string();
         assert!(why.contains("127.0.0.2:1"), "every address is named: {why}");
+    }
+
+    /// The listener gives up the handshake of a slow dialer just before the dialer's last message.
+    #[tokio::test]
+    async fn a_handshake_that_the_listener_ends_at_any_time_may_be_repeated() {
+        async fn forward(from: &mut TcpStream, to: &mut TcpStream) {
+            let len = from.read_u16_le().await.unwrap();
+            let mut message = vec![0; usize::from(len)];
+            from.read_exact(&mut message).await.unwrap();
+            to.write_u16_le(len).await.unwrap();
+            to.write_all(&message).await.unwrap();
+        }
+        let (mut listener, addresses) = listener(1).await;
+        let key = Arc::new(Key::new([1; 32]));
+        let between = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let near = [between.local_addr().unwrap()];
+        let abandoned = async {
+            for _ in 0..20 {
+                let mut dialer = between.accept().await.unwrap().0;
+                let mut far = TcpStream::connect(addresses[1]).await.unwrap();
+                forward(&mut dialer, &mut far).await;
+                forward(&mut far, &mut dialer).await;
+            }
+        };
+        let dialing = async {
+            for _ in 0..20 {
+                // The stream's end may be noticed later, too.
+                if let Err(error) = dial(SessionId([1; 8]), &key, Deadlines::DEFAULT, &near).await {
+                    assert_eq!(error.kind(), io::ErrorKind::ConnectionReset, "{error}");
+                }
+            }
+        };
+        tokio::select! {
+            _ = async { tokio::join!(abandoned, dialing) } => {}
+            _ = listener.accept() => panic!("a handshake is completed"),
+        }
     }
 }

@@ -14,7 +14,7 @@ use dayfly_meta::id::NodeId;
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum TransportError {
     /// The peer is gone, or could not be reached in the first place. A lost connection never recovers; dial again.
-    #[error("node {peer} ({address}) is lost: {cause}")]
+    #[error("node {peer} ({address}) cannot be reached: {cause}")]
     Lost {
         /// The lost node.
         peer: NodeId,

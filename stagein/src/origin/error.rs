@@ -74,6 +74,14 @@ pub enum OriginError {
 }
 
 impl OriginError {
+    /// Returns whether the file system may succeed a moment later.
+    pub fn is_transient(&self) -> bool {
+        match self {
+            Self::Io { error, .. } => error.kind() != io::ErrorKind::PermissionDenied,
+            error => matches!(error, Self::ShortRead { .. }),
+        }
+    }
+
     /// Turns the system's answer into an error.
     pub(super) fn io(path: &Path, offset: u64, error: io::Error) -> Self {
         let path = path.to_owned();

@@ -98,11 +98,13 @@ impl<F: SourceFiles> BufRead for Extent<'_, F> {
             let len = (self.end - self.next).min(std::mem::replace(&mut self.fill_len, ORIGIN_READ_LEN_MAX));
             let mut buffer = std::mem::take(&mut self.buffer);
             buffer.resize(len as usize, 0);
+            // After a failure, the same bytes may be asked for again.
+            self.at = 0;
             if let Err(error) = self.read_at(self.next, &mut buffer) {
                 self.failure = Some(error);
                 return Err(io::Error::other("the source cannot be read"));
             }
-            (self.buffer, self.at) = (buffer, 0);
+            self.buffer = buffer;
             self.next += len;
         }
         Ok(&self.buffer[self.at..])

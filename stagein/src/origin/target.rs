@@ -59,6 +59,13 @@ impl Target {
         Some(Ok(Self { source: origin.source, source_path, below, path, place: origin.place, size, expected }))
     }
 
+    /// Returns a target for all of a source that is a file.
+    pub(super) fn of_source(catalog: &Catalog, source: u32) -> Result<Self, OriginError> {
+        let Source { path, version, inode, .. } = catalog.source(source).ok_or(OriginError::NotInCatalog)?;
+        let (full, expected) = (Path::new(OsStr::from_bytes(&path)).to_owned(), Expected::Source { version, inode });
+        Ok(Self { source, source_path: path, below: None, path: full, place: Place::Tree, size: version.size, expected })
+    }
+
     /// Returns the offset of the sample's record, for messages.
     pub(super) fn offset(&self) -> u64 {
         match self.place {

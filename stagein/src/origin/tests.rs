@@ -2,6 +2,7 @@
 
 mod changes;
 mod reads;
+mod streams;
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -8,7 +8,9 @@ use std::time::Duration;
 use clap::builder::{OsStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::{LOST_AFTER_MAX_S, LOST_AFTER_MIN_S, NODES_MAX, PFS_STREAMS_MAX, START_TIMEOUT, WORKERS_MAX};
+use dayfly_meta::limits::{
+    LOST_AFTER_MAX_S, LOST_AFTER_MIN_S, NODES_MAX, PFS_STREAMS_MAX, START_TIMEOUT, TREE_WIDTH, WORKERS_MAX,
+};
 
 use super::number;
 use super::stage_in::StageInOptions;
@@ -38,6 +40,24 @@ pub(crate) struct UpArguments {
     /// Run as the supervisor that `up` leaves in the background.
     #[arg(long, hide = true)]
     pub(crate) background: bool,
+}
+
+/// Start a new server in the place of a lost one.
+///
+/// The supervisor starts the server on the lost node, or on another node of the job with --host. The
+/// new server is the same member of the session, and reads the node's share of the samples again in the
+/// background. Sessions do this by themselves for servers that have died, unless they were started with
+/// --no-rejoin. A server that only stood still returns by itself.
+///
+/// Examples: dayfly rejoin; dayfly rejoin 3; dayfly rejoin 3 --host n17
+#[derive(Args)]
+pub(crate) struct RejoinArguments {
+    /// The lost node, as 'dayfly status' names it. [default: all nodes that are lost]
+    #[arg(value_name = "NODE")]
+    pub(crate) node: Option<u16>,
+    /// Start the server on HOST, which must belong to the job.
+    #[arg(long, value_name = "HOST", requires = "node")]
+    pub(crate) host: Option<String>,
 }
 
 /// Options that are the same for all servers of a session.
@@ -71,6 +91,11 @@ pub(crate) struct SessionArguments {
     /// background; 0 to read them only when they are needed. [default: 128MiB]
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) recovery_rate: Option<u64>,
+    /// Let reads wait for this long while a compressed archive is read again from the start, because it
+    /// contains samples of a lost node; 0 to let them fail at once and not read such archives again.
+    /// [default: 600]
+    #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(0..=86400))]
+    pub(crate) recovery_timeout: Option<u64>,
     /// Fail a stage-in that makes no progress on any node for this long. [default: 300]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(1..=86400))]
     pub(crate) stage_in_timeout: Option<u64>,
@@ -78,6 +103,9 @@ pub(crate) struct SessionArguments {
     /// place. [default: 30]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(LOST_AFTER_MIN_S..=LOST_AFTER_MAX_S))]
     pub(crate) lost_after: Option<u64>,
+    /// Start no new server in the place of one that has died. 'dayfly rejoin' starts one at any time.
+    #[arg(long)]
+    pub(crate) no_rejoin: bool,
     /// Path at which programs see the namespace.
     #[arg(long, value_name = "PATH", default_value = "/dayfly")]
     pub(crate) prefix: OsString,
@@ -116,6 +144,16 @@ pub(crate) struct SessionArguments {
         value_parser = number::<u32>(1..=Deadlines::DIVISOR_MAX.into())
     )]
     pub(crate) deadlines_divisor: u32,
+    /// Renew leases along a tree of this width, as sessions of many nodes do. For tests.
+    #[arg(
+        long,
+        hide = true,
+        value_name = "N",
+        env = "DAYFLY_LEASE_TREE_WIDTH",
+        hide_env = true,
+        value_parser = number::<u16>(1..=TREE_WIDTH as u64)
+    )]
+    pub(crate) lease_tree_width: Option<u16>,
     #[command(flatten)]
     pub(crate) launch: LaunchArguments,
 }
@@ -131,8 +169,10 @@ impl SessionArguments {
             stage_in_workers: self.stage_in_workers,
             pfs_streams: self.pfs_streams,
             recovery_rate: self.recovery_rate,
+            recovery_timeout: self.recovery_timeout.map(Duration::from_secs),
             stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
             lost_after: self.lost_after.map(Duration::from_secs),
+            restarts_lost: !self.no_rejoin,
             prefix: self.prefix.as_bytes().to_vec(),
             transport: self.transport.into(),
             rdma_device: self.rdma_device.clone(),
@@ -142,6 +182,7 @@ impl SessionArguments {
             verify_reads: self.verify_reads,
             allow_network_data_dir: self.allow_network_data_dir,
             deadlines_divisor: self.deadlines_divisor,
+            lease_tree_width: self.lease_tree_width,
             launch: dayfly_launch::LaunchOptions {
                 local: self.launch.local,
                 hosts: self.launch.hosts.clone(),

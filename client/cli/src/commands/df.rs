@@ -26,6 +26,10 @@ pub(super) fn run(arguments: DfArguments) -> Result<ExitCode, Failure> {
                 all_used += node.used_bytes;
                 all_free += node.free_bytes;
             }
+            // A lost node is no failure of this command.
+            Err(_) if entry.lost_for_ms.is_some() => {
+                print_line!("{:<8} {:>14} {:>14} {:>14} {:>5}", entry.node, "lost", "-", "-", "-")
+            }
             Err(reason) => {
                 complain(format_args!("node {} does not answer: {reason}", entry.node));
                 failed = true;

@@ -224,7 +224,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 "served_reads": status.served.count, "served_bytes": status.served.bytes,
 
                 "owners": status.owners.iter().map(|owner| json!({
-                    "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "busy_us": owner.busy_us,
+                    "reads": owner.reads.count, "bytes": owner.reads.bytes, "requests": owner.requests, "failures": owner.failures, "busy_us": owner.busy_us,
                 })).collect::<Vec<_>>(),
                 "wait_us": { "p50": status.wait_us[0], "p90": status.wait_us[1], "p99": status.wait_us[2] },
                 "asking": status.asking, "queued": status.queued, "queued_total": status.queued_total,

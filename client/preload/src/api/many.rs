@@ -2,12 +2,13 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use dayfly_client::{Batch, ClientError, Delivery, OnMissing, Order, View, ViewError};
+use dayfly_client::{Batch, ClientError, Delivery, OnMissing, Order, Session, View, ViewError};
 use dayfly_meta::id::SampleId;
+use dayfly_meta::path::display;
 use libc::{size_t, ssize_t};
 
 use super::bytes;
-use crate::fault::Fault;
+use super::message::{self, Failure, at};
 use crate::memory::{Errno, FromC};
 
 /// `DAYFLY_REPORT_MISSING`.
@@ -38,7 +39,7 @@ pub(crate) struct SampleView {
     error: c_int,
 }
 
-fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
+pub(super) fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
     if flags & !(REPORT_MISSING | AS_AVAILABLE) != 0 {
         return Err(libc::EINVAL);
     }
@@ -46,7 +47,7 @@ fn choices(flags: c_int) -> Result<(Delivery, OnMissing), Errno> {
     Ok((delivery, if flags & REPORT_MISSING == 0 { OnMissing::Fail } else { OnMissing::Report }))
 }
 
-fn errno(error: &ClientError) -> Errno {
+pub(super) fn errno(error: &ClientError) -> Errno {
     match error {
         ClientError::Path { errno, .. } => *errno,
         ClientError::Buffer => libc::EFAULT,
@@ -59,37 +60,48 @@ fn paths<'a>(paths: &[Path<'a>]) -> Result<Vec<&'a [u8]>, Errno> {
 }
 
 /// Reads whole files into the requests' buffers. Returns the number of files that failed.
-pub(super) fn read(view: &View, requests: &mut [FileRequest], flags: c_int) -> Result<ssize_t, Fault> {
+pub(super) fn read(view: &View, requests: &mut [FileRequest], flags: c_int) -> Result<ssize_t, Failure> {
     let (_, on_missing) = choices(flags)?;
     let paths = requests.iter().map(|request| bytes(request.path)).collect::<Result<Vec<_>, _>>()?;
-    let mut buffers = requests.iter().map(|request| request.buffer.buffer(request.len)).collect::<Result<Vec<&mut [u8]>, _>>()?;
+    let mut buffers = FromC::buffers(requests.iter().map(|request| (request.buffer, request.len)))?;
     let sizes = view.read_many_into(&paths, &mut buffers, on_missing).map_err(ViewError::Client)?;
     let mut failed = 0;
     for (request, size) in requests.iter_mut().zip(sizes) {
-        failed += ssize_t::from(size.is_err());
-        request.result = size.map_or_else(|error| -i64::from(errno(&error)), |size| size as i64);
+        request.result = match size {
+            Ok(size) => size as i64,
+            Err(error) => {
+                failed += 1;
+                message::set(&error.to_string());
+                -i64::from(errno(&error))
+            }
+        };
     }
     Ok(failed)
 }
 
 /// Begins to read files by their paths.
-pub(super) fn open(view: &'static View, names: &[Path], flags: c_int) -> Result<*mut Batch<'static>, Fault> {
+pub(super) fn open(view: &'static View, names: &[Path], flags: c_int) -> Result<*mut Batch<&'static Session>, Failure> {
     let (delivery, on_missing) = choices(flags)?;
     let batch = view.read_many(&paths(names)?, delivery, on_missing).map_err(ViewError::Client)?;
     Ok(super::new_handle(batch))
 }
 
 /// Begins to read files by their numbers in the dataset that contains `path`.
-pub(super) fn open_ids(view: &'static View, path: &[u8], ids: &[u32], flags: c_int) -> Result<*mut Batch<'static>, Fault> {
+pub(super) fn open_ids(
+    view: &'static View,
+    path: &[u8],
+    ids: &[u32],
+    flags: c_int,
+) -> Result<*mut Batch<&'static Session>, Failure> {
     let (delivery, on_missing) = choices(flags)?;
-    let dataset = view.dataset_of(path)?;
+    let dataset = view.dataset_of(path).map_err(at(path))?;
     let samples: Vec<SampleId> = ids.iter().copied().map(SampleId).collect();
     let batch = view.session().read_many(&dataset, &samples, delivery, on_missing).map_err(ViewError::Client)?;
     Ok(super::new_handle(batch))
 }
 
 /// Stores the view of a batch's next file. Returns 1, or 0 at the end.
-pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
+pub(super) fn next(batch: &mut Batch<&'static Session>, out: FromC<*mut SampleView>) -> Result<c_int, Failure> {
     match batch.next() {
         None => Ok(0),
         Some(delivered) => {
@@ -100,15 +112,26 @@ pub(super) fn next(batch: &mut Batch<'static>, out: FromC<*mut SampleView>) -> R
 }
 
 /// Stores the view of one file of a batch. The program has already waited for the whole batch.
-pub(super) fn get(batch: &Batch<'static>, index: size_t, out: FromC<*mut SampleView>) -> Result<c_int, Fault> {
-    let bytes = batch.get(index).ok_or(libc::ENOENT)?;
-    Ok(out.put(sample_view(index, Ok(bytes))).map(|()| 0)?)
+pub(super) fn get(batch: &Batch<&'static Session>, index: size_t, out: FromC<*mut SampleView>) -> Result<c_int, Failure> {
+    let Some(bytes) = batch.delivered(index) else {
+        let (error, why) = match index < batch.len() {
+            true => (libc::EAGAIN, "the file was not delivered yet"),
+            false => (libc::ENOENT, "the batch has no such file"),
+        };
+        // Whoever does not look at the result must not find the bytes of an earlier view.
+        out.put(SampleView { index, bytes: std::ptr::null(), len: 0, error })?;
+        return Err(Failure::new(error, why));
+    };
+    Ok(out.put(sample_view(index, bytes)).map(|()| 0)?)
 }
 
 fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
     match bytes {
         Ok(bytes) => SampleView { index, bytes: bytes.as_ptr().cast(), len: bytes.len() as u64, error: 0 },
-        Err(error) => SampleView { index, bytes: std::ptr::null(), len: 0, error: errno(error) },
+        Err(error) => {
+            message::set(&error.to_string());
+            SampleView { index, bytes: std::ptr::null(), len: 0, error: errno(error) }
+        }
     }
 }
 
@@ -117,14 +140,19 @@ fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
 /// # Errors
 ///
 /// EINVAL if there are no files, EXDEV if the files belong to several datasets.
-pub(super) fn order(view: &'static View, names: &[Path]) -> Result<*mut Order<'static>, Fault> {
-    let Some(&first) = names.first() else { return Err(Fault::Errno(libc::EINVAL)) };
-    let dataset = view.dataset_of(bytes(first)?)?;
+pub(super) fn order(view: &'static View, names: &[Path]) -> Result<*mut Order, Failure> {
+    let Some(&first) = names.first() else { return Err(Failure::new(libc::EINVAL, "an order of no files")) };
+    let first = bytes(first)?;
+    let dataset = view.dataset_of(first).map_err(at(first))?;
     let mut samples = Vec::with_capacity(names.len());
     for &name in names {
-        let file = view.open(bytes(name)?)?;
+        let name = bytes(name)?;
+        let file = view.open(name).map_err(at(name))?;
         if file.dataset().id() != dataset.id() {
-            return Err(Fault::Errno(libc::EXDEV));
+            return Err(Failure::new(
+                libc::EXDEV,
+                &format!("'{}': is in another dataset than '{}'", display(name), display(first)),
+            ));
         }
         samples.push(file.sample());
     }

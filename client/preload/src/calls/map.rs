@@ -1,20 +1,23 @@
 //! Mapping files.
 //!
-//! A block of at least 64 KiB that this node stores is mapped in place, from the segment. All other bytes are copied into a
-//! kernel file first, which is then mapped: up to 64 MiB in memory, beyond that on the node's data dir. A mapping may consist of
-//! several of these parts; to the program it is one.
+//! A block of at least 64 KiB that this node owns is mapped in place, from the segment. A large part of another block is mapped
+//! from a copy that the server keeps for all processes of the node; the first process that maps the block makes the copy. All other
+//! bytes are copied into a kernel file of this process: up to 64 MiB in memory, beyond that on the node's data dir. A mapping may
+//! consist of several of these parts; to the program it is one.
 //!
-//! A part that is mapped in place must not grow, because other blocks follow in the segment: `in_place` remembers these parts.
+//! A part that is mapped from a segment or from a shared copy must not grow, because what follows in that file is not what follows
+//! in the program's: `in_place` remembers these parts.
 
 mod in_place;
 
 use std::ffi::{c_int, c_void};
+use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
 use dayfly_client::reserved_fd::{InUse, ReservedFd};
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::id::BlockId;
-use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE};
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, SHARED_COPY_LEN_MIN, SHARED_COPY_PARTS};
 use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_WRITE, off_t, size_t};
 
 use super::hook;
@@ -223,7 +226,12 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
             Some((segment, offset)) if in_place::add(base as usize + part.start as usize, part.len as usize) => {
                 put(request, base, part.start, part.len, segment.as_raw_fd(), offset + part.within)?;
             }
-            _ => copied.push(part),
+            _ => match shared_copy(view, file, request, &part)? {
+                Some(copy) if in_place::add(base as usize + part.start as usize, part.len as usize) => {
+                    put(request, base, part.start, part.len, copy.as_raw_fd(), part.within)?;
+                }
+                _ => copied.push(part),
+            },
         }
     }
     if copied.is_empty() {
@@ -246,6 +254,16 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
         at += part.len.next_multiple_of(PAGE_SIZE);
     }
     Ok(())
+}
+
+/// Returns the copy of a part's block that all processes of the node share; `None` if the part is copied for this process alone.
+fn shared_copy(view: &View, file: &OpenFile, request: &MapRequest<'_>, part: &Part) -> Result<Option<File>, Fault> {
+    let (_, len) = file.dataset().catalog().block(part.block).ok_or(libc::EIO)?;
+    if part.len < SHARED_COPY_LEN_MIN || part.len < len / SHARED_COPY_PARTS || view.session().verifies_reads() {
+        return Ok(None);
+    }
+    let first = request.offset + part.start - part.within;
+    view.session().shared_copy(file.dataset(), part.block, |copy| kernel_copy::copy_range(view, file, first, len, copy, 0))
 }
 
 /// Returns a segment's file, opened again if the program has closed its descriptor; `None` if that fails.

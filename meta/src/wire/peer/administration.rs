@@ -2,6 +2,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use crate::roster::LeaseRound;
 use crate::wire::status::{NodeStatus, Policy};
 
 /// A request to a member of the session.
@@ -24,6 +25,8 @@ pub enum AdministrationRequest {
     Agree(AgreedNetwork),
     /// Make this node's datasets the same as the coordinator's. Reply: [`AdministrationReply::Done`].
     CatchUp,
+    /// Renew this node's lease, and pass the round on to the nodes below in its tree. Reply: [`AdministrationReply::Heard`].
+    Renew(LeaseRound),
     /// End the session on this node. Reply: [`AdministrationReply::Ended`], after which the server exits.
     End,
 }
@@ -55,6 +58,8 @@ pub enum AdministrationReply {
     Done,
     /// The node's status.
     Status(Box<NodeStatus>),
+    /// This node, and the nodes below it that it has heard in this round or the one before.
+    Heard(Vec<u16>),
     /// The node has stopped serving.
     Ended {
         /// Bytes freed in its data dirs.

@@ -16,9 +16,13 @@ pub enum CoordinatorRequest {
         /// What the user asks for.
         request: StageInRequest,
     },
-    /// List the datasets of the session. Sent by a node that was lost and wants to be a member again. Reply:
+    /// List the datasets of the session. Sent by a node that was lost and wants to be a member again, or is one again. Reply:
     /// [`CoordinatorReply::Datasets`].
-    Datasets,
+    Datasets {
+        /// The membership epoch that the asking node knows. A coordinator that does not know it yet could publish a dataset
+        /// without the asking node after it has answered, so it rejects the request.
+        epoch: u32,
+    },
     /// Wait a moment for the next event of a stage-in that this node started. Reply: [`CoordinatorReply::Event`].
     NextEvent {
         /// The number from [`CoordinatorReply::Started`].

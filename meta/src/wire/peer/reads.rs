@@ -59,7 +59,7 @@ pub struct MissingChunk {
 pub enum WhyMissing {
     /// The peer does not own it.
     NotOwned,
-    /// The peer is still reading it from its origin. Ask again.
+    /// The peer is still reading it from its origin, or it is to come back to the peer. Ask again, or ask another holder.
     Late,
     /// The peer cannot read it.
     Failed {

@@ -25,7 +25,7 @@ pub enum RejectionKind {
     Invalid,
     /// The receiver has no such dataset: it was replaced, or never existed.
     NoSuchDataset,
-    /// The receiver takes no part in this stage-in: it has ended, or never began there.
+    /// The receiver, or a node that it depends on, takes no part in this stage-in: it has ended, or never began there.
     NoSuchStageIn,
     /// The request is for the coordinator, but its receiver is not the coordinator.
     NotCoordinator,

@@ -3,7 +3,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
-use super::Rival;
+use super::{ListedDataset, Rival};
 use crate::id::{DatasetId, NodeId};
 use crate::stored_share::StoredShare;
 use crate::wire::control::{Counted, Selection};
@@ -118,7 +118,7 @@ pub enum NodeStageInReply {
         /// The stage-ins that have not ended here.
         open: Vec<u64>,
         /// The datasets that are visible here.
-        visible: Vec<DatasetId>,
+        visible: Vec<ListedDataset>,
     },
     /// Room for a large block.
     Reserved {

@@ -10,8 +10,9 @@ use std::thread;
 use dayfly_client::ClientError;
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::{NodeId, SessionId};
-use dayfly_meta::limits::{DECODERS_MAX, stage_in_workers_max};
+use dayfly_meta::limits::{DECODERS_MAX, SERVER_DESCRIPTORS_MIN, stage_in_workers_max};
 use nix::fcntl::Flock;
+use nix::sys::resource::{Resource, getrlimit};
 
 use crate::cleanup;
 use crate::data_dir;
@@ -41,6 +42,7 @@ impl ServerEnvironment {
     /// Examines this machine, and creates the session's folder or joins it.
     pub(super) fn examine(session: SessionId, invitation: &Invitation) -> Result<Self, LaunchError> {
         let settings = &invitation.settings;
+        check_descriptor_limit()?;
         let runtime_dir = locate::runtime_dir_in(&invitation.runtime_dir);
         // On one machine the supervisor has removed leftovers already.
         if !invitation.is_local {
@@ -88,4 +90,11 @@ impl ServerEnvironment {
         let lock = location.lock_node(node).map_err(|error| ClientError::Folder { folder: location.folder.clone(), error })?;
         lock.ok_or_else(|| LaunchError::NodeTaken { node: node.0, session: location.session.to_string() })
     }
+}
+
+/// Checks that this process may open enough files; its soft limit has been raised already. Otherwise, the server could accept
+/// neither peers nor clients.
+fn check_descriptor_limit() -> Result<(), LaunchError> {
+    let (limit, _) = getrlimit(Resource::RLIMIT_NOFILE).map_err(LaunchError::io("cannot read the limit of open files"))?;
+    if limit < SERVER_DESCRIPTORS_MIN { Err(LaunchError::DescriptorLimit { limit }) } else { Ok(()) }
 }

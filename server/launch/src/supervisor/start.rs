@@ -9,7 +9,7 @@ use std::time::Duration;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
-use dayfly_server::{Ability, Key, Preference, agree};
+use dayfly_server::{Ability, Agreement, Key, Preference, agree};
 use futures_util::StreamExt;
 use futures_util::future::try_join_all;
 use futures_util::stream::FuturesUnordered;
@@ -52,11 +52,17 @@ pub(crate) struct StartRequest {
     pub(crate) min_nodes: usize,
     /// The time allowed for joining, and then the same time again for connecting.
     pub(crate) start_timeout: Duration,
+    /// Whether a new server starts in the place of one that has died.
+    pub(crate) restarts_lost: bool,
+    /// The width of the tree along which leases are renewed; `None` for a tree only if there are many nodes.
+    pub(crate) lease_tree_width: Option<u16>,
     pub(crate) notices: Notices,
 }
 
 /// A server that has said hello but has no node number yet.
 struct JoiningServer {
+    /// The index of its host in the list of hosts.
+    index: usize,
     host: String,
     /// Whether the server runs on this machine.
     is_here: bool,
@@ -72,6 +78,8 @@ struct JoiningServer {
 pub(super) struct Member {
     /// `node 3`, with the host's name unless all servers are on one machine.
     pub(super) name: String,
+    /// The host as the list of hosts names it.
+    pub(super) host: String,
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
 }
@@ -83,6 +91,10 @@ pub(super) struct StartedSession {
     pub(super) addresses: Vec<SocketAddr>,
     /// The listener that the servers have dialed, and dial again if their control channels break.
     pub(super) listener: Listener,
+    /// The network that all nodes have agreed on.
+    pub(super) agreement: Agreement,
+    /// The address at which servers on this machine listen for peers; `None` for the one that they would choose.
+    pub(super) own_address: Option<IpAddr>,
 }
 
 /// The report of a server once it listens for peers.
@@ -107,13 +119,13 @@ pub(super) async fn receive_from_server(receiver: &mut Receiver) -> Result<FromS
 }
 
 /// Explains a message that this version does not expect.
-fn unexpected_message() -> String {
+pub(super) fn unexpected_message() -> String {
     let version = env!("CARGO_PKG_VERSION");
     format!("its build of dayfly differs from this one (version {version}); use the same dayfly binary on all nodes")
 }
 
 /// Receives the next message that is not a heartbeat.
-async fn receive_answer(receiver: &mut Receiver) -> Result<FromServer, String> {
+pub(super) async fn receive_answer(receiver: &mut Receiver) -> Result<FromServer, String> {
     loop {
         match receive_from_server(receiver).await? {
             FromServer::Alive => {}
@@ -151,9 +163,9 @@ impl SessionStart {
         }
     }
 
-    /// Closes all control channels that belong to no member, and returns the processes.
-    pub(super) fn into_processes(self) -> LauncherProcesses {
-        self.processes
+    /// Closes all control channels that belong to no member. Returns the processes, and what is needed to start more of them.
+    pub(super) fn into_parts(self) -> (LauncherProcesses, StartRequest) {
+        (self.processes, self.request)
     }
 
     /// Starts all servers and makes them one session.
@@ -176,11 +188,11 @@ impl SessionStart {
         // connect.
         self.deadline = Instant::now() + self.request.start_timeout;
         let preference = self.request.invitation.settings.transport;
-        let (mut members, started) = self.assign_nodes(is_local).await?;
+        let (mut members, started, own_address) = self.assign_nodes(is_local).await?;
         let addresses = started.iter().map(|server| server.address).collect();
-        self.connect(&mut members, started, preference).await?;
+        let agreement = self.connect(&mut members, started, preference).await?;
         self.show_pending_lines();
-        Ok(StartedSession { members, addresses, listener })
+        Ok(StartedSession { members, addresses, listener, agreement, own_address })
     }
 
     async fn listen(&self, is_local: bool) -> Result<(Listener, u16), LaunchError> {
@@ -235,7 +247,7 @@ impl SessionStart {
                     while receivers.try_join_next().is_some() {}
                 }
                 Some((sender, receiver, local, remote, hello)) = hellos.recv() => match hello {
-                    Ok(FromServer::Hello { names, addresses, warnings }) => {
+                    Ok(FromServer::Hello { names, addresses, warnings, .. }) => {
                         let host = names.first().cloned().unwrap_or_default();
                         let listed = self.host_index(&names, &addresses).map(|index| self.host_name(index));
                         for warning in warnings {
@@ -245,7 +257,7 @@ impl SessionStart {
                             }
                         }
                         let is_here = remote.is_loopback() || remote == local;
-                        let server = JoiningServer { host, is_here, sender, receiver, local, remote };
+                        let server = JoiningServer { index: 0, host, is_here, sender, receiver, local, remote };
                         self.accept(&names, &addresses, server).await;
                     }
                     Ok(FromServer::Failed { names, reason }) => match self.host_index(&names, &[]) {
@@ -327,6 +339,7 @@ impl SessionStart {
             return;
         }
         self.failed[index] = None;
+        server.index = index;
         self.joined[index] = Some(server);
     }
 
@@ -372,7 +385,7 @@ impl SessionStart {
     }
 
     /// Gives each server its node number, and collects the addresses at which they listen.
-    async fn assign_nodes(&mut self, is_local: bool) -> Result<(Vec<Member>, Vec<StartedServer>), LaunchError> {
+    async fn assign_nodes(&mut self, is_local: bool) -> Result<(Vec<Member>, Vec<StartedServer>, Option<IpAddr>), LaunchError> {
         let mut servers: Vec<JoiningServer> = self.joined.iter_mut().filter_map(Option::take).collect();
         // A server on this machine becomes node 0, so that commands from here reach the coordinator
         // directly. The others keep the order of the list.
@@ -387,16 +400,14 @@ impl SessionStart {
         // A server on this machine may have connected to any of our addresses, so it listens at the
         // one that others connected to.
         let address_for_others = servers.iter().find(|server| !server.is_here).map(|server| server.local);
+        let hosts = &self.request.allocation.hosts;
         let starts = servers.into_iter().enumerate().map(|(node, server)| async move {
             let name = if is_local { format!("node {node}") } else { format!("node {node} ({})", server.host) };
-            let mut member = Member { name, sender: server.sender, receiver: server.receiver };
+            let host = hosts[server.index].clone();
+            let mut member = Member { name, host, sender: server.sender, receiver: server.receiver };
             // Local nodes differ by their loopback addresses, as nodes of a cluster differ by
             // theirs.
-            let listen = if is_local {
-                Some(IpAddr::from([127, 0, 0, (node + 1) as u8]))
-            } else {
-                address_for_others.filter(|_| server.is_here)
-            };
+            let listen = if is_local { Some(local_address(node)) } else { address_for_others.filter(|_| server.is_here) };
             let start = async {
                 send(&mut member.sender, &FromSupervisor::JoinAs { node: node as u16, listen }).await?;
                 match receive_answer(&mut member.receiver).await? {
@@ -409,7 +420,8 @@ impl SessionStart {
             let started = started.unwrap_or_else(|_| Err("it was not ready within --start-timeout".to_owned()));
             started.map_err(|reason| server_failed(&member, reason)).map(|started| (member, started))
         });
-        Ok(try_join_all(starts).await?.into_iter().unzip())
+        let (members, started) = try_join_all(starts).await?.into_iter().unzip();
+        Ok((members, started, address_for_others))
     }
 
     /// Has node 0 connect all servers, and agrees with them on the transport.
@@ -418,7 +430,7 @@ impl SessionStart {
         members: &mut [Member],
         started: Vec<StartedServer>,
         preference: Preference,
-    ) -> Result<(), LaunchError> {
+    ) -> Result<Agreement, LaunchError> {
         let (addresses, abilities): (Vec<_>, Vec<Ability>) =
             started.into_iter().map(|server| (server.address, server.ability)).unzip();
         let agreement = |fallen_back: &[String]| agree(preference, &abilities, fallen_back).map_err(LaunchError::NoRdma);
@@ -429,8 +441,9 @@ impl SessionStart {
         let meeting = async {
             let answer = ask(coordinator, &roster).await?;
             let FromServer::Met { fallen_back } = answer else { return Err(server_failed(coordinator, unexpected_message())) };
-            match ask(coordinator, &FromSupervisor::Agree(agreement(&fallen_back)?)).await? {
-                FromServer::Ready => Ok(()),
+            let agreement = agreement(&fallen_back)?;
+            match ask(coordinator, &FromSupervisor::Agree(agreement.clone())).await? {
+                FromServer::Ready => Ok(agreement),
                 _ => Err(server_failed(coordinator, unexpected_message())),
             }
         };
@@ -442,6 +455,11 @@ impl SessionStart {
             result => result,
         }
     }
+}
+
+/// Returns the address of a node of a local session.
+pub(super) fn local_address(node: usize) -> IpAddr {
+    IpAddr::from([127, 0, 0, (node + 1) as u8])
 }
 
 /// Returns the first failure that a server reports about itself; `None` if no server reports one in time.
@@ -494,7 +512,12 @@ mod tests {
         for node in 0..3 {
             let (server, member) = tokio::join!(dial(session, &key, Deadlines::DEFAULT, &address), listener.accept());
             servers.push(server.unwrap());
-            members.push(Member { name: format!("node {node}"), sender: member.sender, receiver: member.receiver });
+            members.push(Member {
+                name: format!("node {node}"),
+                host: String::new(),
+                sender: member.sender,
+                receiver: member.receiver,
+            });
         }
         for server in &mut servers {
             control::send(&mut server.sender, &FromServer::Alive).await.unwrap();

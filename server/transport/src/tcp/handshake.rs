@@ -119,8 +119,9 @@ async fn read(stream: &mut TcpStream) -> io::Result<Vec<u8>> {
 
 /// Returns whether a handshake that failed with this error may have been aborted by the listener to make room for newer ones.
 pub(crate) fn is_pushed_out(error: &io::Error) -> bool {
-    use io::ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof};
-    [BrokenPipe, ConnectionReset, TimedOut, UnexpectedEof].contains(&error.kind())
+    // A stream that was reset after the last write is not connected.
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof};
+    [BrokenPipe, ConnectionReset, NotConnected, TimedOut, UnexpectedEof].contains(&error.kind())
 }
 
 fn refused(reason: impl ToString) -> io::Error {

@@ -21,11 +21,13 @@ pub(crate) struct HandshakeLimiter<T> {
     order: VecDeque<AbortHandle>,
     /// The longest time that a handshake may take.
     timeout: Duration,
+    /// How often the listener could not accept since it last did.
+    failures: u64,
 }
 
 impl<T: Send + 'static> HandshakeLimiter<T> {
     pub(crate) fn new(listener: TcpListener, timeout: Duration) -> Self {
-        Self { listener, handshakes: JoinSet::new(), order: VecDeque::new(), timeout }
+        Self { listener, handshakes: JoinSet::new(), order: VecDeque::new(), timeout, failures: 0 }
     }
 
     /// Waits for the next stream on which `shake` succeeds.
@@ -41,9 +43,16 @@ impl<T: Send + 'static> HandshakeLimiter<T> {
                     }
                 }
                 accepted = self.listener.accept() => match accepted {
-                    Ok((stream, address)) => self.start(address, shake(stream)),
+                    Ok((stream, address)) => {
+                        self.failures = 0;
+                        self.start(address, shake(stream));
+                    }
                     Err(error) => {
-                        tracing::warn!(%error, "cannot accept a connection");
+                        self.failures += 1;
+                        // The first, the second, the fourth, ...: the cause may last for hours.
+                        if self.failures.is_power_of_two() {
+                            tracing::warn!(%error, failures = self.failures, "cannot accept a connection");
+                        }
                         sleep(ACCEPT_PAUSE).await;
                     }
                 },

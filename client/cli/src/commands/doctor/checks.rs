@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
 
 use dayfly_launch::{FileSystemKind, chosen_data_dirs, file_system};
+use dayfly_meta::limits::SERVER_DESCRIPTORS_MIN;
 use dayfly_transport::probe;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
@@ -73,6 +74,9 @@ fn descriptors() -> Finding {
         return Finding::ok("open files", detail);
     }
     let advice = "raise the hard limit: 'nofile' in /etc/security/limits.conf, or LimitNOFILE of the workload manager's daemon";
+    if hard < SERVER_DESCRIPTORS_MIN {
+        return Finding::missing("open files", detail, advice).needed();
+    }
     Finding::slow("open files", detail, advice)
 }
 

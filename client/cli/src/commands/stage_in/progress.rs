@@ -38,6 +38,8 @@ pub(super) struct Reporter {
     /// Whether the user has decided about archives within sources, with `--nested` or
     /// `--no-unpack`, and so needs no hint about them.
     has_decided_on_archives: bool,
+    /// Whether the stage-in goes on without a node, whose blocks are not stored.
+    has_lost_nodes: bool,
 }
 
 /// Bars on a terminal: one for all nodes together, and one for each node if there are few.
@@ -86,7 +88,17 @@ impl Reporter {
         let (max_rate, has_decided_on_archives) = (options.max_rate, options.nested || options.no_unpack);
         let now = Instant::now();
         let target = if json { target.to_owned() } else { display(target.as_bytes()) };
-        Self { json, target, max_rate, bars: None, last_line: now, start: now, phase: Phase::Planning, has_decided_on_archives }
+        Self {
+            json,
+            target,
+            max_rate,
+            bars: None,
+            last_line: now,
+            start: now,
+            phase: Phase::Planning,
+            has_decided_on_archives,
+            has_lost_nodes: false,
+        }
     }
 
     pub(super) fn show(&mut self, event: &Event) {
@@ -102,14 +114,21 @@ impl Reporter {
             Event::StagedIn(summary) => self.show_summary(summary),
             Event::WentOn { node } => {
                 self.clear();
+                self.has_lost_nodes = true;
                 mention(format_args!("node {node} was lost; the stage-in goes on without it"));
             }
             Event::Restarted { reason } => {
                 self.clear();
+                self.has_lost_nodes = false;
                 let reason = display(without_os_numbers(reason).as_bytes());
                 mention(format_args!("{reason}; the stage-in begins again"));
             }
-            Event::Failed { .. } | Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => self.clear(),
+            Event::Failed { .. }
+            | Event::Status(_)
+            | Event::Tuned(_)
+            | Event::Rejoining
+            | Event::Rejoined(_)
+            | Event::Down { .. } => self.clear(),
         }
     }
 
@@ -167,7 +186,7 @@ impl Reporter {
     fn show_progress(&mut self, progress: &Progress) {
         self.phase = progress.phase;
         let what = match progress.phase {
-            Phase::Waiting => "waiting for other stage-ins to finish".to_owned(),
+            Phase::Waiting => "waiting for other stage-ins, or for nodes that do not answer".to_owned(),
             Phase::Planning => "finding sources".to_owned(),
             Phase::Reading => format!("{}, {}", units::counted(progress.files, "file"), size::show(progress.bytes)),
             Phase::Merging => "merging the catalog".to_owned(),
@@ -209,22 +228,25 @@ impl Reporter {
         let unstored: u64 = summary.nodes.iter().map(|node| node.unstored_bytes).sum();
         if unstored > 0 {
             let stored = summary.bytes.saturating_sub(unstored);
+            let why = if self.has_lost_nodes { "found no room, or lay on lost nodes," } else { "found no room" };
             mention(format_args!(
-                "{} ({:.1} %) are stored; {} found no room and are read from their sources",
+                "{} ({:.1} %) are stored; {} {why} and are read from their sources",
                 size::show(stored),
                 stored as f64 * 100.0 / summary.bytes.max(1) as f64,
                 size::show(unstored)
             ));
         }
         if summary.copies > 1 {
+            let most = if summary.uncopied_bytes > 0 { "at most " } else { "" };
             mention(format_args!(
-                "{} nodes store each block; the copies take {}",
+                "{most}{} nodes store each block; the copies take {}",
                 summary.copies,
                 size::show(summary.copied_bytes)
             ));
         }
         if summary.uncopied_bytes > 0 {
-            complain(format_args!("warning: copies of {} found no room", size::show(summary.uncopied_bytes)));
+            let uncopied = size::show(summary.uncopied_bytes);
+            complain(format_args!("warning: copies of {uncopied} are missing: they found no room, or a node was lost"));
         }
         if summary.elapsed_ms >= BOTTLENECK_SHOWN_MS_MIN {
             let is_held_back = self.max_rate.is_some_and(|rate| summary.source_bytes as f64 / seconds > 0.8 * rate as f64);
@@ -307,7 +329,7 @@ impl Reporter {
             Event::Failed { reason, .. } => {
                 json!({ "event": "failed", "reason": display(without_os_numbers(reason).as_bytes()) })
             }
-            Event::Status(_) | Event::Tuned(_) | Event::Down { .. } => return,
+            Event::Status(_) | Event::Tuned(_) | Event::Rejoining | Event::Rejoined(_) | Event::Down { .. } => return,
         };
         print_line!("{value}");
     }

@@ -1,0 +1,53 @@
+"""`loader`: a DataLoader that counts what the training loop has received."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.data
+
+from .sampler import Sampler
+from .samples import Samples
+
+
+class Loader(torch.utils.data.DataLoader[Any]):
+    """A DataLoader whose state says which samples the training loop has received. Made by `loader`."""
+
+    sampler: Sampler
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        size = self.batch_size or 1
+        for batch in super().__iter__():
+            self.sampler.deliver(size)
+            yield batch
+        self.sampler.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the sampler, see `Sampler.state_dict`."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Makes the next iteration go on after what was delivered, see `Sampler.load_state_dict`."""
+        self.sampler.load_state_dict(state_dict)
+
+
+def loader(samples: Samples, sampler: Sampler | None = None, batch_size: int | None = 1, **arguments: Any) -> Loader:
+    """Returns a DataLoader over `samples` whose `state_dict` counts what the training loop has received.
+
+    The other arguments are those of `torch.utils.data.DataLoader`. Without a sampler, the loader has
+    `Sampler(samples)`.
+    """
+    if sampler is None:
+        sampler = Sampler(samples)
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"sampler must be a dayfly.torch.Sampler, not {type(sampler).__name__}; wrap it: Sampler(samples, sampler=...)"
+        )
+    for name in ("shuffle", "batch_sampler"):
+        if arguments.pop(name, None):
+            raise ValueError(f"{name} cannot be combined with a dayfly.torch.Sampler; leave it out")
+    if not arguments.get("in_order", True):
+        raise ValueError("in_order must be True, because the state counts batches in their order")
+    sampler.is_counted = True
+    return Loader(samples, batch_size=batch_size, sampler=sampler, **arguments)

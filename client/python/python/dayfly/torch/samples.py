@@ -1,0 +1,215 @@
+"""`Samples`: a dataset of Dayfly as a map-style dataset of PyTorch."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch.utils.data
+from numpy.typing import NDArray
+
+from .. import Dataset, Session, View, attach
+from ..sharing import Ids
+from .selection import NO_ITEM, Selection, select, split_name
+
+Bytes = bytes | View
+Item = Bytes | dict[str, Any]
+
+
+class Samples(torch.utils.data.Dataset[Any]):
+    """The samples of a dataset, or of one of its directories, by number.
+
+    An item is what `transform` returns for the sample's bytes. With `labeled=True`, an item is a
+    tuple of that and the sample's target. Without a transform, an item has the bytes themselves.
+
+    With `group="stem"`, an item is made of all files of one directory whose names differ only after
+    the last dot. `transform` then gets a dictionary from each ending (`jpg`, `json`) to the bytes of
+    that file; `__key__` is the path of the group without an ending.
+
+    With `views=True`, bytes are a `dayfly.View` instead of `bytes`, which avoids a copy. Do not change
+    a tensor that was made of a view: its memory is read-only, so the process would crash.
+
+    The object holds no list of paths. It can be pickled, and the process that unpickles it attaches
+    to the same session.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        labeled: bool = False,
+        target_transform: Callable[[int], Any] | None = None,
+        group: Literal["stem"] | None = None,
+        views: bool = False,
+        session: Session | None = None,
+    ) -> None:
+        if group not in (None, "stem"):
+            raise ValueError(f"group must be None or 'stem', not {group!r}")
+        for name, function in [("transform", transform), ("target_transform", target_transform)]:
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} must be a function or None, not {type(function).__name__}")
+        if target_transform is not None and not labeled:
+            raise ValueError("target_transform has no effect without labeled=True")
+        self.root = os.path.normpath(os.fspath(path))
+        self.transform = transform
+        self.target_transform = target_transform
+        self.labeled = labeled
+        self.group = group
+        self.views = views
+        self.dataset: Dataset = (session or attach()).dataset(self.root)
+        self._selection: Selection | None = None
+        self._targets: NDArray[np.int64] | None = None
+        if self.group is None and self.root == self.dataset.root:
+            self._count = len(self.dataset)
+        else:
+            self._count = self.selection.count
+
+    @property
+    def selection(self) -> Selection:
+        """Which files of the dataset make up each item. Computed when it is first needed."""
+        if self._selection is None:
+            self._selection = select(self.dataset, self.root, self.group)
+        return self._selection
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Reads several items with one request for all that are not on this node."""
+        numbers = [self._number(index) for index in indices]
+        if self.group is None:
+            ids = self.files(np.array(numbers, np.uint32))
+            items: Iterable[Item] = self._read(ids)
+        else:
+            items = self._read_groups(numbers)
+        results = [item if self.transform is None else self.transform(item) for item in items]
+        if not self.labeled:
+            return results
+        targets = map(int, self.targets[numbers])
+        if self.target_transform is not None:
+            targets = map(self.target_transform, targets)
+        return list(zip(results, targets))
+
+    _getitems = __getitems__  # The name under which Grain looks for it.
+
+    def files(self, items: Ids) -> Ids:
+        """Returns the numbers in the dataset of all files of these items, item by item."""
+        if self._whole:
+            return items
+        return self.selection.files_of(items)
+
+    def item_order(self, ids: Ids) -> Ids:
+        """Returns the items in the order in which their first files occur in `ids`."""
+        if self._whole:
+            return ids
+        items = self.selection.item_of_first_file(len(self.dataset))[ids]
+        chosen: Ids = items[items != NO_ITEM]
+        return chosen
+
+    def first_files(self) -> Ids:
+        """Returns the number in the dataset of each item's first file."""
+        if self._whole:
+            return np.arange(self._count, dtype=np.uint32)
+        return self.selection.first_files
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that differs for samples with different names or contents."""
+        within = os.path.relpath(self.root, self.dataset.root)
+        return f"{self.dataset.fingerprint}:{within}:{self.group or ''}"
+
+    @property
+    def paths(self) -> Sequence[str]:
+        """The path of each item's first file. Each path is looked up when it is asked for."""
+        return _Paths(self)
+
+    @property
+    def sizes(self) -> NDArray[np.uint64]:
+        """The number of bytes of each item."""
+        sizes = np.asarray(self.dataset.sizes())
+        if self._whole:
+            return sizes
+        return self.selection.sums(sizes)
+
+    @property
+    def classes(self) -> list[str]:
+        """The sorted names of the directories directly below `root` that contain samples."""
+        return self._classes_of_directories()[0]
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """For each item the index in `classes` of its directory; -1 for files directly in `root`."""
+        if self._targets is None:
+            directory_of_file = np.asarray(self.dataset.directories()[0])
+            class_of_directory = self._classes_of_directories()[1]
+            self._targets = class_of_directory[directory_of_file[self.first_files()]]
+        return self._targets
+
+    def _classes_of_directories(self) -> tuple[list[str], NDArray[np.int64]]:
+        directories = self.dataset.directories()[1]
+        within = os.path.relpath(self.root, self.dataset.root)
+        start = "" if within == "." else within + "/"
+        names = [name[len(start) :].partition("/")[0] if name.startswith(start) else "" for name in directories]
+        classes = sorted(set(names) - {""})
+        number = {name: at for at, name in enumerate(classes)}
+        return classes, np.array([number.get(name, -1) for name in names], np.int64)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether item k is file k of the dataset."""
+        return self.group is None and self.root == self.dataset.root
+
+    def _number(self, index: int) -> int:
+        number = operator.index(index)
+        if not -self._count <= number < self._count:
+            raise IndexError(f"there is no sample {number}; '{self.root}' has {self._count} samples")
+        return number % self._count
+
+    def _read(self, ids: Ids) -> Sequence[Bytes]:
+        return self.dataset.views(ids) if self.views else self.dataset.read_each(ids)
+
+    def _read_groups(self, numbers: list[int]) -> Iterable[dict[str, Any]]:
+        items = np.array(numbers, np.uint32)
+        ids = self.selection.files_of(items)
+        contents = iter(zip(self.dataset.paths(ids), self._read(ids)))
+        for length in self.selection.lengths_of(items):
+            group: dict[str, Any] = {}
+            for path, content in (next(contents) for _ in range(length)):
+                folder, name = os.path.split(path)
+                stem, ending = split_name(name)
+                group["__key__"] = os.path.relpath(os.path.join(folder, stem), self.root)
+                group[ending] = content
+            yield group
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The other process computes the rest again if it needs it. Only for groups that would take long.
+        selection = None if self.group is None else self._selection
+        return {**self.__dict__, "_targets": None, "_selection": selection}
+
+    def __repr__(self) -> str:
+        return f"Samples({self.root!r}, {self._count} samples)"
+
+
+class _Paths(Sequence[str]):
+    """The paths of all items of `Samples`, as a sequence that takes no memory."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: Any) -> Any:
+        samples = self._samples
+        numbers = range(len(samples))[index]
+        if isinstance(numbers, range):
+            return samples.dataset.paths(samples.first_files()[np.arange(numbers.start, numbers.stop, numbers.step)])
+        first = samples.files(np.array([numbers], np.uint32))[0]
+        return samples.dataset.path_of(int(first))

@@ -1,0 +1,48 @@
+//! Waits without the GIL, which Ctrl-C and other signals end.
+//!
+//! The client library asks after each signal and after each poll interval whether the wait shall end. The answer is found by the
+//! interpreter: it runs the program's signal handlers, and if one of them raises an exception, the wait ends and the exception goes
+//! to the caller. Only the main thread runs handlers.
+
+use std::cell::RefCell;
+
+use dayfly_client::interruption;
+use pyo3::exceptions::PyKeyboardInterrupt;
+use pyo3::prelude::*;
+
+thread_local! {
+    /// The exception of a signal handler that ended this thread's wait.
+    static RAISED: RefCell<Option<PyErr>> = const { RefCell::new(None) };
+    /// Whether this thread waits for a call of this module, so that an exception has somewhere to go.
+    static IS_WAITING: RefCell<bool> = const { RefCell::new(false) };
+}
+
+/// Makes signals end the waits of this module.
+pub(crate) fn let_signals_interrupt() {
+    interruption::ask(|| {
+        if !IS_WAITING.with(|is_waiting| *is_waiting.borrow()) {
+            return false;
+        }
+        let raised = Python::try_attach(|py| py.check_signals().err()).flatten();
+        let is_raised = raised.is_some();
+        if is_raised {
+            RAISED.with(|slot| slot.replace(raised));
+        }
+        is_raised
+    });
+}
+
+/// Runs `work`, which may wait, while other threads run Python code.
+pub(crate) fn without_gil<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
+    py.detach(|| {
+        let before = IS_WAITING.with(|is_waiting| is_waiting.replace(true));
+        let result = work();
+        IS_WAITING.with(|is_waiting| is_waiting.replace(before));
+        result
+    })
+}
+
+/// Returns the exception that ended this thread's wait.
+pub(crate) fn interruption() -> PyErr {
+    RAISED.with(|slot| slot.take()).unwrap_or_else(|| PyKeyboardInterrupt::new_err("the wait was interrupted"))
+}

@@ -1,0 +1,204 @@
+//! Reads blocks of compressed tars again: unpacks each tar once, and stores the blocks that this node is to hold.
+//!
+//! Tars that readers wait for come first, and are read without a bound on the rate. A tar that is being read in the background stands
+//! still meanwhile.
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+
+use dayfly_meta::chunk::Chunk;
+use dayfly_meta::id::BlockId;
+use dayfly_meta::limits::{
+    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN,
+    STREAM_PARTS_WAITING_MAX,
+};
+use dayfly_meta::placement::NodeSet;
+use dayfly_meta::wire::status::Reads;
+use dayfly_stagein::origin::Streamed;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::Recovery;
+use super::pace::Pace;
+use super::scan::{streamed_blocks, streamed_sources};
+use crate::blocking::JobLost;
+use crate::fetch::streams::SourceKey;
+use crate::store::Dataset;
+
+/// Chunks that were unpacked, and the bytes of the source that were read for them.
+#[derive(Default)]
+struct Part {
+    chunks: Vec<(Chunk, Arc<Vec<u8>>)>,
+    len: usize,
+    source_bytes: u64,
+}
+
+impl Recovery {
+    /// Reads the compressed tars again from which this node is to hold blocks. Runs until it is dropped.
+    pub(super) async fn stream_all(&self, lost: &NodeSet) {
+        let streams = self.fetcher.streams();
+        streams.forget_work();
+        let mut pace = Pace::new(self.rate.max(1));
+        loop {
+            let plan = self.room.plans();
+            let mut has_failed = false;
+            if self.rate > 0 {
+                for dataset in self.store.datasets() {
+                    let (scanned, lost_now) = (dataset.clone(), *lost);
+                    let Ok((sources, found)) = self.blocking.run(move || streamed_sources(&scanned, &lost_now)).await else {
+                        continue;
+                    };
+                    self.progress.wanted.add(found);
+                    for source in sources {
+                        self.stream_demanded(lost).await;
+                        has_failed |= !self.stream(&dataset, source, lost, Some(&mut pace)).await;
+                    }
+                }
+            }
+            let again = Instant::now() + RECOVERY_PAUSE_MIN;
+            while self.rate == 0 || self.room.plans() == plan && !(has_failed && Instant::now() > again) {
+                self.stream_demanded(lost).await;
+                // The bound is for a notification that came while a tar was read.
+                let _ = timeout(RECOVERY_LOOK_INTERVAL, streams.wait_for_demand()).await;
+            }
+        }
+    }
+
+    /// Reads the tars that readers wait for.
+    async fn stream_demanded(&self, lost: &NodeSet) {
+        while let Some((dataset, source)) = self.fetcher.streams().next_demand() {
+            match self.store.dataset(dataset) {
+                Some(dataset) => drop(self.stream(&dataset, source, lost, None).await),
+                None => self.fetcher.streams().end((dataset, source), Err("the dataset is gone".to_owned())),
+            }
+        }
+    }
+
+    /// Reads one tar, in the background if it has a pace. Returns whether all blocks that this node is to hold are here now, as far as
+    /// there is room for them.
+    async fn stream(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet, pace: Option<&mut Pace>) -> bool {
+        let (streams, key) = (self.fetcher.streams(), (dataset.id(), source));
+        streams.begin(key);
+        let outcome = match self.wanted_of(dataset, source, lost).await {
+            Ok(blocks) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
+            Err(error) => Err(error.to_string()),
+        };
+        if let Err(reason) = &outcome {
+            tracing::warn!(dataset = dataset.id().0, source, reason, "cannot read blocks of a compressed tar again");
+        }
+        let is_done = outcome.is_ok();
+        streams.end(key, outcome);
+        is_done
+    }
+
+    /// Returns the blocks of a tar that have to be read from it. Those that another node has held in place of this one come from there.
+    async fn wanted_of(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet) -> Result<Vec<BlockId>, JobLost> {
+        let scan = || {
+            let (scanned, lost) = (dataset.clone(), *lost);
+            self.blocking.run(move || streamed_blocks(&scanned, &lost, source))
+        };
+        let blocks = scan().await?;
+        if !dataset.is_refilled() || blocks.is_empty() {
+            return Ok(blocks);
+        }
+        let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
+        let mut rest = &blocks[..];
+        while !rest.is_empty() {
+            let mut bytes = 0;
+            let fits = |block: &&BlockId| {
+                bytes += len(block);
+                bytes <= RECOVERY_BATCH_LEN_MAX
+            };
+            let count = rest.iter().take(RECOVERY_BATCH_BLOCKS_MAX).take_while(fits).count().max(1);
+            let (batch, others) = rest.split_at(count);
+            self.fetcher.recover(dataset, batch).await;
+            rest = others;
+        }
+        scan().await
+    }
+
+    async fn stream_blocks(
+        &self,
+        dataset: &Arc<Dataset>,
+        source: u32,
+        blocks: Vec<BlockId>,
+        lost: &NodeSet,
+        mut pace: Option<&mut Pace>,
+    ) -> Result<(), String> {
+        if blocks.is_empty() {
+            return Ok(());
+        }
+        let key = (dataset.id(), source);
+        tracing::info!(dataset = dataset.id().0, source, blocks = blocks.len(), "reading a compressed tar again");
+        let (sender, mut parts) = mpsc::channel(STREAM_PARTS_WAITING_MAX);
+        let blocking = self.blocking.clone();
+        let mut part = Part::default();
+        let mut take = move |streamed: Option<Streamed>| {
+            let is_last = streamed.is_none();
+            match streamed {
+                Some(Streamed::Chunk(chunk, bytes)) => {
+                    part.len += bytes.len();
+                    part.chunks.push((chunk, Arc::new(bytes)));
+                }
+                Some(Streamed::Progress(bytes)) => part.source_bytes += bytes,
+                None => {}
+            }
+            if !is_last && part.len < RECOVERY_WRITE_LEN && part.source_bytes < RECOVERY_WRITE_LEN as u64 {
+                return ControlFlow::Continue(());
+            }
+            match blocking.wait_for(sender.send(std::mem::take(&mut part))) {
+                Ok(()) => ControlFlow::Continue(()),
+                // Nobody waits for the rest.
+                Err(_) => ControlFlow::Break(()),
+            }
+        };
+        let reader = self.fetcher.stream_reader();
+        let read = dataset.clone();
+        let mut reading = Box::pin(self.blocking.run(move || {
+            let result = reader.stream(read.catalog(), source, &blocks, &mut |streamed| take(Some(streamed)));
+            // What was read before a failure is good.
+            let _ = take(None);
+            result
+        }));
+        let limit = self.peers.deadlines().origin;
+        loop {
+            let part = match timeout(limit, parts.recv()).await {
+                Ok(Some(part)) => part,
+                Ok(None) => break,
+                Err(_) => return Err(format!("its source did not answer for {} s", limit.as_secs())),
+            };
+            while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
+                sleep(RECOVERY_LOOK_INTERVAL).await;
+            }
+            if dataset.is_gone() {
+                return Ok(());
+            }
+            if let Some(pace) = pace.as_deref_mut() {
+                self.pass_in_background(key, part.source_bytes, lost, pace).await;
+            }
+            let read = Reads { count: part.chunks.len() as u64, bytes: part.len as u64 };
+            self.fetcher.store_streamed(dataset, part.chunks).await;
+            self.progress.recovered.add(read);
+        }
+        match reading.as_mut().await {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(error)) => Err(error.to_string()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
+    /// Waits until bytes of a tar that is read in the background may pass. If readers wait for this tar, they pass at once; other
+    /// tars that readers wait for are read meanwhile.
+    async fn pass_in_background(&self, key: SourceKey, source_bytes: u64, lost: &NodeSet, pace: &mut Pace) {
+        let streams = self.fetcher.streams();
+        while !streams.is_demanded(key) {
+            // A tar that readers wait for has no pace, so this does not go deeper.
+            Box::pin(self.stream_demanded(lost)).await;
+            tokio::select! {
+                biased;
+                () = streams.wait_for_demand() => {}
+                () = pace.pass(source_bytes) => return self.fetcher.let_readers_go_first().await,
+            }
+        }
+    }
+}

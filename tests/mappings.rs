@@ -1,0 +1,162 @@
+//! Tests of mappings of files that lie on other nodes: one copy serves all processes of a node, and mappings keep their bytes.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+mod harness;
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
+
+use dayfly_client::View;
+use dayfly_meta::id::BlockId;
+use harness::samples::{content, dataset, numbers, path, session};
+use harness::{Cluster, text, wait_until};
+
+/// Maps a file, or a part of it. Prints a checksum of the bytes, and the inodes of the kernel files behind the mapping. If told to
+/// hold the mapping, a child prints the checksum again when a line arrives, after the parent has exited.
+const MAP: &str = r#"
+import ctypes, mmap, os, sys, zlib
+file, offset, size = os.open(sys.argv[1], os.O_RDONLY), int(sys.argv[3]), int(sys.argv[4])
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+arguments = [ctypes.c_void_p(None), ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, file, ctypes.c_long(offset)]
+start = libc.mmap(*arguments)
+os.close(file)
+end = start + size
+def checksum():
+    return zlib.crc32(ctypes.string_at(start, size))
+def inodes():
+    found = set()
+    for line in open("/proc/self/maps"):
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first < end and last > start:
+            found.add(line.split()[4])
+    return sorted(found)
+print(checksum(), *inodes(), flush=True)
+if sys.argv[2] == "hold" and os.fork() == 0:
+    sys.stdin.readline()
+    print(checksum(), *inodes(), flush=True)
+os._exit(0)
+"#;
+
+fn map(cluster: &Cluster, node: u16, number: usize, how: &str, offset: usize, len: usize) -> Child {
+    let name = String::from_utf8(path(number)).unwrap();
+    cluster
+        .dayfly()
+        .args([
+            "exec",
+            "--node",
+            &node.to_string(),
+            "--",
+            "python3",
+            "-c",
+            MAP,
+            &name,
+            how,
+            &offset.to_string(),
+            &len.to_string(),
+        ])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
+/// Returns what a process that does not hold its mapping has printed.
+fn printed(child: Child) -> String {
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+fn line(output: &mut BufReader<ChildStdout>) -> String {
+    let mut line = String::new();
+    output.read_line(&mut line).unwrap();
+    line
+}
+
+fn crc32(bytes: &[u8]) -> String {
+    let mut child = Command::new("python3")
+        .args(["-c", "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(bytes).unwrap();
+    printed(child).trim().to_owned()
+}
+
+/// Starts a session of two nodes, and returns it with the node that does not have the first block of file 0.
+fn session_of_two(options: &[&str], lens: &[usize]) -> (Cluster, u16) {
+    let cluster = session(2, options, lens);
+    let node = if numbers(&cluster.view(0), 1, true).is_empty() { 0 } else { 1 };
+    (cluster, node)
+}
+
+/// Returns how many bytes of a file are not on the view's node.
+fn absent_bytes(view: &View, number: usize) -> u64 {
+    let dataset = dataset(view);
+    let (_, blocks) = dataset.catalog().sample(view.open(&path(number)).unwrap().sample()).unwrap();
+    let absent = (blocks.start..blocks.end).map(BlockId).filter(|&block| !dataset.is_here(block));
+    absent.map(|block| dataset.catalog().block(block).unwrap().1).sum()
+}
+
+/// SEMANTICS: "Of a block that the node does not hold, all processes of the node map one copy, which is a file in
+/// the data dir. The first process that maps the block makes the copy, and others wait for it, for at
+/// most 10 s."
+/// SEMANTICS: "A process makes a copy of its own, in memory or above 64 MiB in a file in the data dir, of what the
+/// node has no room to share, of mappings of less than 1 MiB or a quarter of a block, and of everything
+/// with `--verify-reads`."
+#[test]
+fn processes_of_a_node_map_one_copy_of_a_block_of_another_node() {
+    for options in [&[][..], &["--verify-reads"]] {
+        // The first file has two blocks.
+        let lens = [(64 << 20) + 3_000_001, 2_500_000, 300_000, 20_000];
+        let (cluster, node) = session_of_two(options, &lens);
+        cluster.ok(&["tune", "--cache", "off"]);
+        let (bytes, before) = (content(0, lens[0]), cluster.used_bytes());
+        let all: Vec<Child> = (0..4).map(|_| map(&cluster, node, 0, "look", 0, lens[0])).collect();
+        let all: Vec<String> = all.into_iter().map(printed).collect();
+        let sum = crc32(&bytes);
+        assert!(all.iter().all(|found| found.split_whitespace().next() == Some(&sum)), "{all:?}, but {sum}");
+        if options.is_empty() {
+            assert!(all.iter().all(|found| *found == all[0]), "{all:?}");
+            assert_eq!(cluster.used_bytes(), before + absent_bytes(&cluster.view(node), 0));
+        } else {
+            assert_eq!(cluster.used_bytes(), before);
+        }
+        // Across the border of the blocks; less than a quarter of a block; less than 1 MiB; in place, on the other node.
+        for (on, offset, len) in [(node, 40 << 20, 26 << 20), (node, 4096, 1 << 21), (node, 8192, 5000), (1 - node, 0, lens[0])] {
+            let found = printed(map(&cluster, on, 0, "look", offset, len));
+            assert_eq!(found.split_whitespace().next().unwrap(), crc32(&bytes[offset..offset + len]), "{offset}");
+        }
+        for (number, &len) in lens.iter().enumerate().skip(1) {
+            let found = printed(map(&cluster, node, number, "look", 0, len));
+            assert_eq!(found.split_whitespace().next().unwrap(), crc32(&content(number, len)), "{number}");
+        }
+        cluster.down();
+    }
+}
+
+/// SEMANTICS: "A mapping shows the same bytes as long as it lasts, also in forked children, even if the server has
+/// died or the block is no longer cached."
+#[test]
+fn a_mapping_outlives_its_cached_block_its_process_and_its_server() {
+    let lens = [2_500_000];
+    let (cluster, node) = session_of_two(&[], &lens);
+    let view = cluster.view(node);
+    harness::samples::read_epoch(&view, 0);
+    wait_until("file 0 to be cached", || numbers(&view, 1, false).is_empty());
+    let sum = crc32(&content(0, lens[0]));
+    let mut child = map(&cluster, node, 0, "hold", 0, lens[0]);
+    let mut output = BufReader::new(child.stdout.take().unwrap());
+    let first = line(&mut output);
+    assert_eq!(first.split_whitespace().next(), Some(&*sum));
+    cluster.ok(&["tune", "--cache", "off"]);
+    wait_until("the cached blocks to be dropped", || !numbers(&view, 1, false).is_empty());
+    cluster.kill(node);
+    child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    assert_eq!(line(&mut output), first);
+    child.wait().unwrap();
+}
