@@ -1,5 +1,6 @@
 //! The errors of a node's part of a stage-in.
 
+use std::error::Error;
 use std::io;
 use std::sync::Arc;
 
@@ -135,16 +136,26 @@ fn worker_kind(error: &StageInError) -> RejectionKind {
         StageInError::Corrupted { .. } => RejectionKind::Damaged,
         StageInError::TempFile(_) => RejectionKind::DriveFailed,
         StageInError::NoRoom { .. } => RejectionKind::NoRoom,
-        // An owner that has answered says itself what failed.
-        StageInError::Ship { cause, .. } | StageInError::NoAssignment { cause, .. } => match cause.downcast_ref() {
-            // It was lost, and has returned or was replaced. It takes no part in the stage-in anymore.
-            Some(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchStageIn => {
-                RejectionKind::PeerFailed
-            }
-            Some(PeerError::Rejected { rejection, .. }) => rejection.kind,
-            _ => RejectionKind::PeerFailed,
-        },
+        StageInError::Ship { cause, .. } | StageInError::NoAssignment { cause, .. } => exchange_kind(&**cause),
         _ => RejectionKind::SourceFailed,
+    }
+}
+
+/// Returns the kind of a failed exchange with an owner or with the coordinator.
+fn exchange_kind(cause: &(dyn Error + Send + Sync + 'static)) -> RejectionKind {
+    if let Some(own) = cause.downcast_ref::<NodeStageInError>() {
+        // This node is the owner. Its own failure is never the absence of a peer, which would begin the stage-in again.
+        return own.kind();
+    }
+    match cause.downcast_ref() {
+        // It was lost, and has returned or was replaced. It takes no part in the stage-in anymore.
+        Some(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchStageIn => {
+            RejectionKind::PeerFailed
+        }
+        // A peer that has answered says itself what failed.
+        Some(PeerError::Rejected { rejection, .. }) => rejection.kind,
+        Some(_) => RejectionKind::PeerFailed,
+        None => RejectionKind::Failed,
     }
 }
 
@@ -190,5 +201,25 @@ mod tests {
         assert_eq!(silent.kind(), RejectionKind::PeerFailed);
         assert!(silent.to_string().contains("node 0"), "{silent}");
         assert_eq!(NodeStageInError::Worker(StageInError::Cancelled).kind(), RejectionKind::Cancelled);
+    }
+
+    /// A stage-in begins again when a peer is absent. A failed drive, here or on a peer, must end it instead.
+    #[test]
+    fn a_failed_drive_is_never_taken_for_an_absent_peer() {
+        let lost_data = || NodeStageInError::Ingest(IngestError::Write(io::Error::from_raw_os_error(5)));
+        let rejected = |kind| PeerError::Rejected { node: NodeId(1), rejection: Rejection::new(kind, "") };
+        let causes: [(Box<dyn Error + Send + Sync>, RejectionKind); 6] = [
+            (lost_data().into(), RejectionKind::DriveFailed),
+            (NodeStageInError::Failed(Arc::new(lost_data())).into(), RejectionKind::DriveFailed),
+            (NodeStageInError::Busy.into(), RejectionKind::Busy),
+            (rejected(RejectionKind::DriveFailed).into(), RejectionKind::DriveFailed),
+            (PeerError::InvalidAnswer(NodeId(1)).into(), RejectionKind::PeerFailed),
+            ("no memory for batches".into(), RejectionKind::Failed),
+        ];
+        for (cause, kind) in causes {
+            let message = cause.to_string();
+            let error = NodeStageInError::Worker(StageInError::Ship { node: NodeId(0), cause });
+            assert_eq!(Rejection::from(error).kind, kind, "{message}");
+        }
     }
 }
