@@ -7,7 +7,6 @@ mod harness;
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
-use std::process::Command;
 
 use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
 
@@ -37,7 +36,7 @@ fn cp_replaces_a_file_only_with_a_whole_copy_and_replaces_no_device_or_fifo() {
     // The kernel refuses to write more than the limit, as if the drive were full.
     for target in ["old", "alias", "new"] {
         let script = "trap '' XFSZ; ulimit -f 100; exec \"$0\" cp /dayfly/t/sub/large \"$1\"";
-        let mut limited = Command::new("sh");
+        let mut limited = harness::program("sh");
         limited.args(["-c", script, env!("CARGO_BIN_EXE_dayfly"), target]);
         limited.env("DAYFLY_RUNTIME_DIR", cluster.runtime.path()).env("DAYFLY_SESSION", &cluster.id).current_dir(at(""));
         let output = output_of(&mut limited);

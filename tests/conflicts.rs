@@ -9,7 +9,6 @@ use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Command;
 
 use harness::{Ground, assert_same_tree, output_of, pack, read_tree, tool};
 use rand::rngs::StdRng;
@@ -56,7 +55,7 @@ fn random_tree(folder: &Path, random: &mut StdRng, source: usize) {
         }
     }
     for entry in
-        Command::new("find").arg(folder).output().unwrap().stdout.split(|&byte| byte == b'\n').filter(|path| !path.is_empty())
+        harness::program("find").arg(folder).output().unwrap().stdout.split(|&byte| byte == b'\n').filter(|path| !path.is_empty())
     {
         let time = format!("@{}", 1_000_000 + source * 1000 + entry.len());
         tool("touch", &["-h".as_ref(), "-d".as_ref(), time.as_ref(), std::ffi::OsStr::from_bytes(entry)]);
@@ -82,7 +81,7 @@ fn sources_come_out_as_if_unpacked_one_after_another() {
                 pack(&archive, &tree, &[["--format=gnu", "--format=pax"][source % 2]]);
                 // If tar cannot unpack a member, it continues and fails at the end; what it has unpacked by then is the reference
                 // that we want.
-                output_of(Command::new("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
+                output_of(harness::program("tar").arg("-xPf").arg(&archive).arg("-C").arg(&reference));
                 archives.push(archive);
             }
             let target = format!("/dayfly/{seed}");
@@ -111,7 +110,7 @@ fn members_that_cannot_be_stored_are_counted_and_named() {
     fs::write(ground.at("outside"), "outside").unwrap();
     tool("mkfifo", &[ground.at("t/fifo").as_os_str()]);
     let make = |options: &[&str], name: &str| {
-        let mut command = Command::new("tar");
+        let mut command = harness::program("tar");
         command.arg("-cPf").arg(ground.at(name)).args(options).current_dir(ground.at("t"));
         assert!(command.output().unwrap().status.success());
     };
@@ -124,7 +123,7 @@ fn members_that_cannot_be_stored_are_counted_and_named() {
     fs::write(ground.at("below/t/x"), "below").unwrap();
     fs::remove_dir_all(ground.at("link")).unwrap();
     let file_only = output_of(
-        Command::new("tar").arg("-cf").arg(ground.at("below-symlink-2.tar")).arg("-C").arg(ground.at("below")).arg("t/x"),
+        harness::program("tar").arg("-cf").arg(ground.at("below-symlink-2.tar")).arg("-C").arg(ground.at("below")).arg("t/x"),
     );
     assert!(file_only.status.success());
     let cluster = ground.up(2);
@@ -154,7 +153,7 @@ fn strip_include_and_exclude_select_as_tar_does() {
         fs::create_dir_all(ground.at(path).parent().unwrap()).unwrap();
         fs::write(ground.at(path), path).unwrap();
     }
-    let packed = output_of(Command::new("tar").arg("-cf").arg(ground.at("t.tar")).arg("-C").arg(ground.work.path()).arg("t"));
+    let packed = output_of(harness::program("tar").arg("-cf").arg(ground.at("t.tar")).arg("-C").arg(ground.work.path()).arg("t"));
     assert!(packed.status.success());
     let cluster = ground.up(2);
     let files = |options: &[&str], source: &str| {

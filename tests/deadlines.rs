@@ -334,7 +334,7 @@ impl Scene {
         let (_, port) = address.rsplit_once(':').unwrap();
         let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/harness/flow.py");
         let arguments = [script, &self.cluster.pids()[&0].to_string(), port, &number.to_string()];
-        let output = output_of(std::process::Command::new("python3").args(arguments));
+        let output = output_of(harness::program("python3").args(arguments));
         assert!(output.status.success(), "{}", text(&output.stderr));
     }
 
@@ -406,10 +406,6 @@ impl Scene {
     }
 }
 
-fn has_python() -> bool {
-    std::process::Command::new("python3").arg("--version").output().is_ok_and(|output| output.status.success())
-}
-
 /// Runs a row, and returns how the outcome differs from the table.
 fn play(row: &Row) -> Result<(), String> {
     let takes_strace = matches!(row.far, Far::Slow | Far::DriveHangs | Far::DriveFails);
@@ -417,8 +413,7 @@ fn play(row: &Row) -> Result<(), String> {
         return Ok(());
     }
     // The script `flow.py`, which makes connections dead, needs the same permissions as strace.
-    if matches!(row.far, Far::DeadFlow(_)) && !(strace::is_possible() && has_python()) {
-        eprintln!("dead connections are NOT tested: they need python3 and permission to trace processes");
+    if matches!(row.far, Far::DeadFlow(_)) && !(strace::is_possible() && harness::is_installed("python3")) {
         return Ok(());
     }
     let scene = Scene::new(row);

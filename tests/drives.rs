@@ -8,7 +8,7 @@ mod harness;
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,10 @@ impl Tampering {
     fn with(pid: i32, inject: &str) -> Option<Self> {
         let (calls, pid) = (inject.split(':').next().unwrap(), pid.to_string());
         let (trace, inject) = (format!("trace={calls}"), format!("inject={inject}"));
-        let mut command = Command::new("strace");
+        if !harness::is_installed("strace") {
+            return None;
+        }
+        let mut command = harness::program("strace");
         command.args(["-f", "-o", "/dev/null", "-e", &trace, "-e", &inject, "-p", &pid]);
         let started = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn();
         let mut printed = String::new();
@@ -38,8 +41,7 @@ impl Tampering {
             }
             let _ = child.wait();
         }
-        let message = format!("NOT tested: strace cannot trace a server here (apt-get install strace; root): {printed}\n");
-        let _ = std::io::stderr().write_all(message.as_bytes());
+        harness::skip(&format!("strace cannot trace a server here: {printed}"));
         None
     }
 }

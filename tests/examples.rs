@@ -48,7 +48,7 @@ fn build_rust() -> PathBuf {
 
 fn build_c(cluster: &Cluster) -> PathBuf {
     let (program, library) = (cluster.at("read_samples"), built().join("deps"));
-    ok(Command::new("cc")
+    ok(harness::program("cc")
         .args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-O2", "-I"])
         .arg(root().join("client/preload/include"))
         .arg(root().join("docs/examples/read_samples.c"))
@@ -71,13 +71,11 @@ fn all_examples_read_every_sample_in_the_same_order() {
     let printed = run(&rust, "0", "0");
     assert_eq!(run(&c, "1", "0"), printed, "the order is the same on every node and in every language");
     assert_ne!(run(&rust, "0", "1"), printed, "another epoch has another order");
-    if Command::new("python3").arg("--version").output().is_ok() {
+    if harness::is_installed("python3") {
         let script = root().join("docs/examples/read_samples.py");
         let python = ok(cluster.dayfly().args(["exec", "--", "python3"]).arg(script).args(["/dayfly/d", "7", "0"]));
         let samples: Vec<&str> = printed.lines().filter(|line| line.starts_with("sample")).collect();
         assert_eq!(python.lines().collect::<Vec<_>>(), samples, "Python reads the same samples in the same order");
-    } else {
-        eprintln!("the Python example is NOT tested: there is no python3");
     }
 
     // An epoch covers the whole dataset, so a part of one is refused.
@@ -88,7 +86,7 @@ fn all_examples_read_every_sample_in_the_same_order() {
     cluster.stage(&[&nested], "/dayfly/nested");
     let mut commands = vec![vec![rust.to_str().unwrap()], vec![c.to_str().unwrap()]];
     let script = root().join("docs/examples/read_samples.py");
-    if Command::new("python3").arg("--version").output().is_ok() {
+    if harness::is_installed("python3") {
         commands.push(vec!["python3", script.to_str().unwrap()]);
     }
     for command in commands {

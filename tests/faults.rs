@@ -8,7 +8,7 @@ mod harness;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -280,8 +280,7 @@ fn no_path_looks_absent_because_the_session_ends() {
 /// gets `EIO`, not `ENOENT`."
 #[test]
 fn a_server_that_exits_while_a_program_attaches_gives_eio_not_enoent() {
-    if Command::new("strace").arg("--version").output().is_err() {
-        eprintln!("NOT tested: there is no strace");
+    if !harness::is_installed("strace") {
         return;
     }
     let ground = Ground::new();
@@ -310,7 +309,7 @@ fn kill_9_of_everything_frees_all_space_and_the_next_up_removes_the_folder() {
     // Use a separate file system, because other tests use the common one at the same time. Without root, the check is coarser.
     let own = ground.at("own");
     fs::create_dir(&own).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=400m", "none"]).arg(&own).output();
+    let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=400m", "none"]).arg(&own).output();
     let is_mounted = mounted.is_ok_and(|mounted| mounted.status.success());
     let (data_dir, tolerance) = if is_mounted { (own.clone(), 0) } else { (ground.data.path().to_owned(), 60 << 20) };
     let taken = || {
@@ -333,7 +332,7 @@ fn kill_9_of_everything_frees_all_space_and_the_next_up_removes_the_folder() {
     cluster.ground.assert_clean();
     if is_mounted {
         assert_eq!(fs::read_dir(&own).unwrap().count(), 0);
-        assert!(Command::new("umount").arg(&own).status().unwrap().success());
+        assert!(harness::program("umount").arg(&own).status().unwrap().success());
     }
 }
 

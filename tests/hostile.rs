@@ -10,7 +10,6 @@ use std::net::TcpStream;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::Command;
 use std::time::Duration;
 
 use harness::{Cluster, Ground, pack};
@@ -156,7 +155,7 @@ fn sources_that_cannot_be_read_are_named() {
         assert_unharmed(&cluster, used);
     }
     // Arguments that cannot be sources are usage errors.
-    assert!(Command::new("mkfifo").arg(cluster.at("fifo")).status().unwrap().success());
+    assert!(harness::program("mkfifo").arg(cluster.at("fifo")).status().unwrap().success());
     for (source, words) in
         [("", "empty"), ("fifo", "neither a file nor a directory"), ("/dev/null", "neither a file nor a directory")]
     {
@@ -214,9 +213,9 @@ fn a_full_file_system_ends_the_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let small = ground.at("small");
     fs::create_dir(&small).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&small).output();
+    let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=3m", "none"]).arg(&small).output();
     if !mounted.is_ok_and(|mounted| mounted.status.success()) {
-        eprintln!("NOT tested: mounting a small file system needs root");
+        harness::skip("mounting a small file system needs root");
         return;
     }
     fs::create_dir(ground.at("much")).unwrap();
@@ -245,7 +244,7 @@ fn a_full_file_system_ends_the_stage_in_and_its_space_is_free_again() {
     // Unmount the small file system before its parent folder is removed.
     cluster.ok(&["down"]);
     harness::wait_until("the kernel has closed the servers' files", || {
-        Command::new("umount").arg(&small).status().unwrap().success()
+        harness::program("umount").arg(&small).status().unwrap().success()
     });
     cluster.ground.assert_clean();
 }

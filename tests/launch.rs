@@ -8,7 +8,7 @@ mod harness;
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -83,7 +83,7 @@ fn a_node_that_does_not_join_is_named_in_time() {
 #[test]
 fn the_files_of_a_session_are_private_whatever_the_umask() {
     let ground = Ground::new();
-    let mut shell = Command::new("sh");
+    let mut shell = harness::program("sh");
     shell.args(["-c", "umask 000; exec \"$0\" up --local 2"]).arg(ground.dayfly().get_program());
     for (name, value) in ground.dayfly().get_envs() {
         if let Some(value) = value {
@@ -110,7 +110,7 @@ fn the_files_of_a_session_are_private_whatever_the_umask() {
 #[test]
 fn a_low_limit_of_open_files_is_reported_at_the_start() {
     let ground = Ground::new();
-    let mut limited = Command::new("sh");
+    let mut limited = harness::program("sh");
     limited.args(["-c", "ulimit -n 64; exec \"$0\" up --local 8", env!("CARGO_BIN_EXE_dayfly")]);
     for (name, value) in ground.dayfly().get_envs() {
         match value {

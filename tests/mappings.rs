@@ -5,7 +5,7 @@
 mod harness;
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 
 use dayfly_client::View;
 use dayfly_meta::id::BlockId;
@@ -77,7 +77,7 @@ fn line(output: &mut BufReader<ChildStdout>) -> String {
 }
 
 fn crc32(bytes: &[u8]) -> String {
-    let mut child = Command::new("python3")
+    let mut child = harness::program("python3")
         .args(["-c", "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -237,7 +237,7 @@ fn random_operations_agree_with_a_plain_directory() {
         // In a session with little room, a part of the blocks is not stored.
         assert_eq!(unstored(&cluster) > 1 << 20, options == small, "{}", unstored(&cluster));
         let views: Vec<View> = (0..3).map(|node| cluster.view(node)).collect();
-        let listed = std::process::Command::new("find").arg(&folder).arg("-print0").output().unwrap().stdout;
+        let listed = harness::program("find").arg(&folder).arg("-print0").output().unwrap().stdout;
         let prefix = folder.as_os_str().as_bytes();
         let known: Vec<Vec<u8>> =
             listed.split(|&byte| byte == 0).filter_map(|path| path.strip_prefix(prefix)).map(<[u8]>::to_vec).collect();

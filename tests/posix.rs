@@ -37,12 +37,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use harness::twin::twin;
-use harness::{Ground, assert_same_tree, copy_program, output_of, read_tree, text, tool};
+use harness::{Ground, assert_same_tree, copy_program, is_installed, output_of, read_tree, text, tool};
 use nix::sys::signal::Signal;
 use programs::{COPIERS, PROGRAMS};
-
-/// If this variable is set, a program that is not installed fails the test instead of being skipped.
-const ALL_PROGRAMS: &str = "DAYFLY_TEST_ALL_PROGRAMS";
 
 fn here(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/posix").join(name)
@@ -93,16 +90,6 @@ fn run_if_there(program: &str, arguments: &[&OsStr]) {
     let _ = Command::new(program).args(arguments).output();
 }
 
-fn is_there(program: &str) -> bool {
-    let probe = if program.contains(' ') { program.to_owned() } else { format!("command -v {program}") };
-    let found = Command::new("sh").args(["-c", &format!("{probe} > /dev/null 2>&1")]).status().unwrap().success();
-    if !found {
-        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{program} is not installed");
-        eprintln!("skipped, because it is not installed: {program}");
-    }
-    found
-}
-
 /// Prepends a script's variables to the script.
 fn words(words: &str, root: &Path, out: &Path) -> String {
     format!("R={} O={} PROGRAMS={}; export R; {words}", root.display(), out.display(), here("programs.py").display())
@@ -114,7 +101,7 @@ fn words(words: &str, root: &Path, out: &Path) -> String {
 fn real_programs_see_the_namespace_as_a_plain_directory() {
     let run = |(program, script): &(&str, &str), ground: &Ground, root: &Path| {
         let script = words(script, root, &ground.at("unused"));
-        is_there(program).then(|| plainly(ground, &["bash".as_ref(), "-c".as_ref(), script.as_ref()]))
+        is_installed(program).then(|| plainly(ground, &["bash".as_ref(), "-c".as_ref(), script.as_ref()]))
     };
     let (twin, expected) =
         twin(sources_and_data, |ground, root| PROGRAMS.iter().map(|entry| run(entry, ground, root)).collect::<Vec<_>>());
@@ -130,7 +117,7 @@ fn real_programs_see_the_namespace_as_a_plain_directory() {
     }
     assert!(differences.is_empty(), "{}", differences.join("\n\n"));
     let expected = read_tree(&twin.plain);
-    for (program, script) in COPIERS.iter().filter(|(program, _)| is_there(program)) {
+    for (program, script) in COPIERS.iter().filter(|(program, _)| is_installed(program)) {
         let out = twin.cluster.at("out");
         twin.shell(&words(script, &twin.root, &out));
         assert_same_tree(&expected, &read_tree(&out), program);
@@ -256,10 +243,9 @@ fn the_namespace_is_read_only() {
 fn calls_that_change_files_fail_as_on_a_read_only_mount() {
     let mounted = ["unshare", "-m", "sh", "-ec", "mount --bind $1 $1; mount -o remount,bind,ro $1; shift; exec \"$@\"", "sh"];
     let can =
-        Command::new("unshare").args(["-m", "mount", "--bind", "/tmp", "/tmp"]).status().is_ok_and(|status| status.success());
+        harness::program("unshare").args(["-m", "mount", "--bind", "/tmp", "/tmp"]).status().is_ok_and(|status| status.success());
     if !can {
-        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "cannot mount");
-        eprintln!("skipped, because this machine does not allow mounts");
+        harness::skip("this machine does not allow mounts");
         return;
     }
     let tree = |root: &Path| {
@@ -302,7 +288,7 @@ fn calls_that_change_files_fail_as_on_a_read_only_mount() {
 /// SEMANTICS: "vfork works too: closing or duplicating descriptors in the child does not affect the parent's files."
 #[test]
 fn a_parent_keeps_reading_while_its_vfork_children_close_and_duplicate() {
-    if !is_there("python3") {
+    if !is_installed("python3") {
         return;
     }
     let (twin, ()) = twin(sources_and_data, |_, _| ());
@@ -344,7 +330,7 @@ fn dayfly_env_makes_a_shells_children_part_of_the_session() {
     let dayfly = env!("CARGO_BIN_EXE_dayfly");
     let script =
         format!("eval \"$({dayfly} env)\"; head -n 2 {}/list; env | grep -c APPTAINERENV_LD_PRELOAD", twin.root.display());
-    let mut command = Command::new("sh");
+    let mut command = harness::program("sh");
     command.args(["-ec", &script]).env("DAYFLY_RUNTIME_DIR", twin.cluster.runtime.path()).env_remove("DAYFLY_SESSION");
     assert_eq!(text(&output_of(&mut command).stdout), "1\n2\n1\n");
     twin.cluster.down();
@@ -354,7 +340,7 @@ fn dayfly_env_makes_a_shells_children_part_of_the_session() {
 /// one line is printed to standard error."
 #[test]
 fn after_the_server_dies_local_blocks_are_read_and_other_reads_fail_within_the_deadline() {
-    if !is_there("python3") {
+    if !is_installed("python3") {
         return;
     }
     let (twin, ()) = twin(sources_and_data, |_, _| ());
@@ -499,7 +485,7 @@ fn the_c_interface_reads_a_staged_in_dataset() {
 /// SEMANTICS: "the library needs glibc 2.28 or newer, inside the container as well as outside."
 #[test]
 fn the_library_needs_no_symbol_newer_than_glibc_2_28() {
-    let output = output_of(Command::new("objdump").args(["-T".as_ref(), library().as_os_str()]));
+    let output = output_of(harness::program("objdump").args(["-T".as_ref(), library().as_os_str()]));
     let symbols = text(&output.stdout);
     let versions = symbols.lines().filter_map(|line| Some((line, line.split("GLIBC_2.").nth(1)?.split([')', '.', ' ']).next()?)));
     let mut checked = 0;
@@ -517,10 +503,9 @@ fn a_program_in_other_pid_and_user_namespaces_reads_the_namespace() {
     let (twin, ()) = twin(tree_for_calls, |_, _| ());
     let sums = format!("cd {} && find . -type f | sort | xargs sha256sum", twin.root.display());
     let expected = twin.shell(&sums);
-    let can = Command::new("unshare").args(["-Urpf", "--mount-proc", "true"]).status().is_ok_and(|status| status.success());
+    let can = harness::program("unshare").args(["-Urpf", "--mount-proc", "true"]).status().is_ok_and(|status| status.success());
     if !can {
-        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "this machine does not allow user namespaces");
-        eprintln!("skipped, because this machine does not allow user namespaces");
+        harness::skip("this machine does not allow user namespaces");
         return;
     }
     let isolated = ["unshare", "-Urpf", "--mount-proc", "sh", "-ec", &sums].map(OsStr::new);
@@ -536,8 +521,7 @@ const FOREIGN_ROOT: &str = "DAYFLY_TEST_FOREIGN_ROOT";
 #[test]
 fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     let Some(foreign) = std::env::var_os(FOREIGN_ROOT).map(PathBuf::from) else {
-        assert!(std::env::var_os(ALL_PROGRAMS).is_none(), "{FOREIGN_ROOT} is not set");
-        eprintln!("skipped, because {FOREIGN_ROOT} names no other root file system");
+        harness::skip(&format!("{FOREIGN_ROOT} names no other root file system"));
         return;
     };
     let (twin, ()) = twin(sources_and_data, |_, _| ());
@@ -558,7 +542,7 @@ fn a_foreign_root_with_an_older_glibc_reads_the_namespace() {
     let arguments = ["unshare", "-m", "sh", "-ec", &script, &look].map(OsStr::new);
     let found = twin.exec(&arguments);
     assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
-    let version = output_of(Command::new("chroot").args([foreign.as_os_str(), "ldd".as_ref(), "--version".as_ref()]));
+    let version = output_of(harness::program("chroot").args([foreign.as_os_str(), "ldd".as_ref(), "--version".as_ref()]));
     println!("read by {}", text(&version.stdout).lines().next().unwrap_or_default());
     twin.cluster.down();
 }

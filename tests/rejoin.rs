@@ -7,7 +7,7 @@ mod harness;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
 use dayfly_client::{Delivery, OnMissing, Session, View};
@@ -257,12 +257,11 @@ impl SmallDrive {
     /// Returns `None`, with a message on standard error, if this user cannot mount.
     fn new(path: PathBuf) -> Option<Self> {
         fs::create_dir(&path).unwrap();
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=64m", "none"]).arg(&path).output().unwrap();
+        let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=64m", "none"]).arg(&path).output().unwrap();
         if mounted.status.success() {
             return Some(Self(path));
         }
-        let message = format!("NOT tested: no tmpfs can be mounted here: {}\n", text(&mounted.stderr));
-        let _ = std::io::stderr().write_all(message.as_bytes());
+        harness::skip(&format!("no tmpfs can be mounted here: {}", text(&mounted.stderr)));
         None
     }
 
@@ -279,7 +278,7 @@ impl SmallDrive {
 impl Drop for SmallDrive {
     fn drop(&mut self) {
         // Unmount lazily, because files may still be open.
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
     }
 }
 

@@ -10,7 +10,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use dayfly_client::Samples;
@@ -60,7 +60,7 @@ fn copied(cluster: &Cluster, from: &str, name: &str) -> harness::Tree {
 
 fn python(ground: &Ground, script: &str, arguments: &[&OsStr]) {
     let script = [OsStr::new("-c"), OsStr::new(script)];
-    let output = Command::new("python3").args(script).args(arguments).current_dir(ground.work.path()).output().unwrap();
+    let output = harness::program("python3").args(script).args(arguments).current_dir(ground.work.path()).output().unwrap();
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
@@ -124,7 +124,7 @@ fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     let crates: Vec<_> = crates.take(25).collect();
     assert!(crates.len() > 10, "Cargo's registry holds the crates that this was built from");
     let script = "import ensurepip, glob, os; print(*glob.glob(os.path.join(os.path.dirname(ensurepip.__file__), '_bundled', '*.whl')), *glob.glob('/usr/share/python-wheels/*.whl'), sep='\\n')";
-    let found = Command::new("python3").args(["-c", script]).output().unwrap();
+    let found = harness::program("python3").args(["-c", script]).output().unwrap();
     let wheels: Vec<String> = text(&found.stdout).lines().filter(|line| !line.is_empty()).map(str::to_owned).collect();
     fs::create_dir(ground.at("tools")).unwrap();
     for archive in &crates {
@@ -179,13 +179,11 @@ fn archives_of_parallel_packers_come_out_as_they_went_in() {
     let cluster = ground.up(2);
     for (number, (command, ending)) in IN_PARTS.iter().enumerate() {
         let program = command.split(' ').next().unwrap();
-        let has = Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap().status.success();
-        if !has {
-            assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "{program} is not installed");
+        if !harness::is_installed(program) {
             continue;
         }
         let script = format!("(head -c 10000000 | {command}; {command}) < a.tar > {number}.{ending}");
-        let packed = Command::new("bash").args(["-ec", &script]).current_dir(cluster.work.path()).output().unwrap();
+        let packed = harness::program("bash").args(["-ec", &script]).current_dir(cluster.work.path()).output().unwrap();
         assert!(packed.status.success(), "{command}: {}", text(&packed.stderr));
         let target = format!("/dayfly/p{number}");
         cluster.stage(&[&cluster.at(format!("{number}.{ending}"))], &target);
@@ -201,15 +199,12 @@ fn zips_come_out_as_unzip_unpacks_them() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);
     fs::create_dir(ground.at("out")).unwrap();
-    let has =
-        |program: &str| Command::new("sh").args(["-c", &format!("command -v {program}")]).output().unwrap().status.success();
-    if !has("zip") || !has("unzip") {
-        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "zip or unzip is not installed");
+    if !harness::is_installed("zip") || !harness::is_installed("unzip") {
         return;
     }
     let script =
         "cd tree && chmod 640 class-1/1.bin && chmod 750 class-2 && zip -q -y -r ../a.zip . && cd .. && unzip -q a.zip -d out";
-    let done = Command::new("bash").args(["-ec", script]).current_dir(ground.work.path()).output().unwrap();
+    let done = harness::program("bash").args(["-ec", script]).current_dir(ground.work.path()).output().unwrap();
     assert!(done.status.success(), "{}", text(&done.stderr));
     let cluster = ground.up(2);
     cluster.stage(&[&cluster.at("a.zip")], "/dayfly/x");
@@ -292,7 +287,7 @@ fn an_archive_cut_anywhere_is_an_error_that_names_it_and_leaves_nothing() {
             fs::write(cluster.at(&name), &whole[..whole.len() / 50 * part]).unwrap();
             // A plain tar that is cut between two members cannot be distinguished from a whole tar without an end mark.
             let is_between = ending == "tar" && part > 0 && {
-                let listed = Command::new("tar").arg("-tf").arg(cluster.at(&name)).output().unwrap();
+                let listed = harness::program("tar").arg("-tf").arg(cluster.at(&name)).output().unwrap();
                 listed.status.success()
             };
             if is_between {
@@ -541,9 +536,9 @@ fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
     let disk = ground.at("disk");
     fs::create_dir(&disk).unwrap();
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=24m", "none"]).arg(&disk).output().unwrap();
+    let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=24m", "none"]).arg(&disk).output().unwrap();
     if !mounted.status.success() {
-        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "no file system can be mounted here");
+        harness::skip("no file system can be mounted here");
         return;
     }
     let unmount = Unmount(disk.clone());
@@ -571,6 +566,6 @@ struct Unmount(std::path::PathBuf);
 impl Drop for Unmount {
     fn drop(&mut self) {
         // Unmount lazily, because a server that is exiting may still have files open.
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
     }
 }

@@ -7,7 +7,7 @@ mod harness;
 
 use std::fs;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use harness::{Cluster, Ground, pack, signal, text, wait_for, wait_until};
@@ -29,7 +29,10 @@ struct HeldUpReads(std::process::Child);
 
 impl HeldUpReads {
     fn new(pid: i32, path: &Path) -> Option<Self> {
-        let mut strace = Command::new("strace");
+        if !harness::is_installed("strace") {
+            return None;
+        }
+        let mut strace = harness::program("strace");
         strace.args(["-f", "-qq", "-e", "trace=read,pread64", "-e", "inject=read,pread64:delay_enter=600s", "-P"]).arg(path);
         strace.args(["-o", "/dev/null", "-p", &pid.to_string()]).stderr(Stdio::piped());
         let mut child = strace.spawn().ok()?;
@@ -76,8 +79,7 @@ fn a_stage_in_that_stands_still_ends_and_names_what_it_waits_for() {
         let pids = cluster.pids();
         let holding: Option<Vec<HeldUpReads>> = pids.values().map(|&pid| HeldUpReads::new(pid, &path)).collect();
         let Some(holding) = holding else {
-            eprintln!("NOT tested: strace cannot trace a server here");
-            assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "strace is not installed, or may not trace");
+            harness::skip("strace cannot trace a server here");
             return cluster.down();
         };
         let start = Instant::now();
@@ -150,7 +152,7 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     let (summary, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
     assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(5), Some(0)), "{summary}");
     let append =
-        Command::new("tar").arg("-rf").arg(cluster.at("col/a.tar")).arg("-C").arg(cluster.at("tree-b")).arg("./0.txt").status();
+        harness::program("tar").arg("-rf").arg(cluster.at("col/a.tar")).arg("-C").arg(cluster.at("tree-b")).arg("./0.txt").status();
     assert!(append.unwrap().success());
     fs::remove_file(cluster.at("col/b.tar")).unwrap();
     let (summary, _) = stage_in(&["--include", "0.txt", "--on-conflict", "error", "col/a.tar"]);
@@ -292,7 +294,7 @@ with tarfile.open('links.tar.gz', 'w:gz') as tar:
     for number in range(150000):
         member = tarfile.TarInfo('l%d' % number); member.type = tarfile.LNKTYPE; member.linkname = 'a'; tar.addfile(member)
 ";
-    let made = Command::new("python3").args(["-c", script]).current_dir(ground.work.path()).output().unwrap();
+    let made = harness::program("python3").args(["-c", script]).current_dir(ground.work.path()).output().unwrap();
     assert!(made.status.success(), "{}", text(&made.stderr));
     let cluster = ground.up_with(1, &["--stage-in-memory", "300MiB"]);
     let message = cluster.fails(1, &["stage-in", "deep.tar.gz", "/dayfly/x"]);

@@ -47,7 +47,7 @@ impl Commons {
     }
 
     fn run(&self, user: u32, program: &Path, arguments: &[&str]) -> Output {
-        let mut command = Command::new("setpriv");
+        let mut command = harness::program("setpriv");
         command.args([&format!("--reuid={user}"), &format!("--regid={user}"), "--clear-groups"]).arg(program).args(arguments);
         command.env("DAYFLY_RUNTIME_DIR", self.at("run")).env("TMPDIR", self.at("drive")).env_remove("DAYFLY_SESSION");
         output_of(command.current_dir("/"))

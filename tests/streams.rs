@@ -42,9 +42,9 @@ impl SmallDisk {
     /// Returns `None`, with a message on standard error, if it cannot be mounted.
     fn mount(at: &Path, size: &str) -> Option<Self> {
         let option = format!("size={size}");
-        let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", &option, "none"]).arg(at).output();
+        let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", &option, "none"]).arg(at).output();
         if !mounted.is_ok_and(|mounted| mounted.status.success()) {
-            eprintln!("NOT tested: mounting a small file system needs root");
+            harness::skip("mounting a small file system needs root");
             return None;
         }
         Some(Self(at.to_owned()))
@@ -66,7 +66,7 @@ impl SmallDisk {
 impl Drop for SmallDisk {
     fn drop(&mut self) {
         // Unmount lazily, because a process of a failed test may still use it.
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
     }
 }
 
@@ -140,7 +140,7 @@ fn a_signal_ends_run_even_if_its_messages_are_not_read() {
 
 /// Returns the same command with its standard output closed.
 fn closed(command: &Command) -> Command {
-    let mut shell = Command::new("sh");
+    let mut shell = harness::program("sh");
     shell.args(["-c", "exec \"$0\" \"$@\" >&-"]).arg(command.get_program()).args(command.get_args());
     for (name, value) in command.get_envs() {
         match value {

@@ -5,6 +5,10 @@
 
 #[path = "tidy/edges.rs"]
 mod edges;
+#[path = "posix/programs.rs"]
+mod posix_programs;
+#[path = "tidy/programs.rs"]
+mod programs;
 #[path = "tidy/promises.rs"]
 mod promises;
 #[path = "tidy/source.rs"]

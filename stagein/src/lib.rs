@@ -153,6 +153,9 @@ pub mod runs;
 mod selection;
 mod source;
 #[cfg(test)]
+#[path = "../../tests/harness/programs.rs"]
+mod programs;
+#[cfg(test)]
 mod tests;
 pub mod unit_ledger;
 

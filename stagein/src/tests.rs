@@ -95,7 +95,7 @@ fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
 /// Returns the output of a program that runs in a folder filled by the shell script `prepare`.
 fn tool(program: &str, arguments: &[&str], prepare: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
-    let prepared = std::process::Command::new("bash").args(["-ec", prepare]).current_dir(folder.path()).status().unwrap();
+    let prepared = crate::programs::program("bash").args(["-ec", prepare]).current_dir(folder.path()).status().unwrap();
     assert!(prepared.success());
     let output = std::process::Command::new(program).args(arguments).current_dir(folder.path()).output().unwrap();
     assert!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));

@@ -28,7 +28,7 @@ pub(crate) struct Network {
 }
 
 fn ip(arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new("ip").args(arguments).stdin(Stdio::null()).output().map_err(|error| format!("ip: {error}"))?;
+    let output = crate::harness::program("ip").args(arguments).stdin(Stdio::null()).output().map_err(|error| format!("ip: {error}"))?;
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(format!("ip {arguments:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),
@@ -99,7 +99,7 @@ exit $status
 
     /// Returns a command that runs a program in the supervisor's namespace.
     pub(crate) fn in_supervisors(&self, program: &str) -> Command {
-        let mut command = Command::new("ip");
+        let mut command = crate::harness::program("ip");
         command.args(["netns", "exec", &self.host(self.nodes), program]);
         command.env("PATH", format!("{}:{}", self.folder.join("bin").display(), std::env::var("PATH").unwrap()));
         command
@@ -174,7 +174,10 @@ impl Drop for Network {
 
 /// Returns whether this process may create network namespaces. If not, prints the reason.
 pub(crate) fn is_possible() -> bool {
+    if !crate::harness::is_installed("ip") {
+        return false;
+    }
     let folder = tempfile::tempdir().unwrap();
     let made = Network::new(1, folder.path());
-    made.map_err(|reason| eprintln!("failing links are NOT tested, which takes root and iproute2: {reason}")).is_ok()
+    made.map_err(|reason| crate::harness::skip(&format!("failing links, which takes root: {reason}"))).is_ok()
 }

@@ -2,7 +2,7 @@
 
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -56,7 +56,7 @@ impl Run {
                 signal(self.cluster().pids()[&2], Signal::SIGSTOP);
             }
             Some(Planted::LeftProcess) => {
-                let mut command = Command::new("sh");
+                let mut command = crate::harness::program("sh");
                 command.args(["-c", "sleep 600 < /dev/null > /dev/null 2>&1 &"]).stdin(Stdio::null());
                 command.env("DAYFLY_RUNTIME_DIR", self.cluster().runtime.path());
                 assert!(command.status().unwrap().success());

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use dayfly_client::locate::SessionFolder;
@@ -51,7 +51,7 @@ pub(crate) struct MountedDrive(pub(crate) PathBuf);
 impl MountedDrive {
     /// Mounts a file system at a folder. Returns `None` without the right to do so.
     fn mount(folder: &Path) -> Option<Self> {
-        let mut mount = Command::new("mount");
+        let mut mount = crate::harness::program("mount");
         mount.args(["-t", "tmpfs", "-o", &format!("size={DRIVE_LEN}"), "none"]).arg(folder).stderr(Stdio::null());
         mount.status().is_ok_and(|status| status.success()).then(|| Self(folder.to_owned()))
     }
@@ -59,7 +59,7 @@ impl MountedDrive {
 
 impl Drop for MountedDrive {
     fn drop(&mut self) {
-        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+        let _ = crate::harness::program("umount").arg("-l").arg(&self.0).status();
         // Whoever made the folder may have tried to remove it before.
         let _ = std::fs::remove_dir(&self.0);
     }

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, Command, Stdio};
+use std::process::{Child, ChildStderr, Stdio};
 
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
@@ -28,11 +28,11 @@ impl ThinDrive {
              && mkfs.ext4 -q -F -m 0 -N 256 -J size=4 -E lazy_itable_init=0,lazy_journal_init=0,nodiscard {image_path} \
              && mount -o loop {image_path} {mounted}"
         );
-        let made = Command::new("sh").args(["-c", &script]).output().unwrap();
+        let made = super::program("sh").args(["-c", &script]).output().unwrap();
         if made.status.success() {
             return Some(drive);
         }
-        eprintln!("NOT tested: no loop device can be mounted here: {}", super::text(&made.stderr));
+        super::skip(&format!("no loop device can be mounted here: {}", super::text(&made.stderr)));
         None
     }
 
@@ -57,7 +57,7 @@ impl Drop for ThinDrive {
     fn drop(&mut self) {
         for mounted in [&self.mounted, &self.backing] {
             // Unmount lazily, because files may still be open. The command fails if nothing is mounted.
-            let _ = Command::new("umount").arg("-l").arg(mounted).stderr(Stdio::null()).status();
+            let _ = super::program("umount").arg("-l").arg(mounted).stderr(Stdio::null()).status();
         }
     }
 }
@@ -100,7 +100,10 @@ impl Injected {
     /// no `strace` or if it may not trace.
     pub(crate) fn into(pid: i32, what: &str) -> Option<Self> {
         let call = what.split(':').next().unwrap();
-        let mut strace = Command::new("strace");
+        if !super::is_installed("strace") {
+            return None;
+        }
+        let mut strace = super::program("strace");
         strace.args([
             "-f",
             "-o",
@@ -112,17 +115,14 @@ impl Injected {
             "-p",
             &pid.to_string(),
         ]);
-        let Ok(mut child) = strace.stdin(Stdio::null()).stderr(Stdio::piped()).spawn() else {
-            eprintln!("NOT tested: there is no strace");
-            return None;
-        };
+        let mut child = strace.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         let mut printed = BufReader::new(child.stderr.take().unwrap());
         printed.read_line(&mut line).unwrap();
         if line.contains("attached") {
             return Some(Self { strace: child, _messages: printed });
         }
-        eprintln!("NOT tested: strace cannot attach: {line}");
+        super::skip(&format!("strace cannot attach: {line}"));
         child.wait().unwrap();
         None
     }

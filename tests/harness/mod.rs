@@ -6,6 +6,7 @@
 pub(crate) mod drive;
 pub(crate) mod hosts;
 pub(crate) mod inside;
+pub(crate) mod programs;
 pub(crate) mod samples;
 pub(crate) mod strace;
 pub(crate) mod twin;
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
+pub(crate) use programs::{is_installed, program, skip};
 use tempfile::TempDir;
 
 /// Creates two tests from each function: one with few stage-in workers per server, and one with many.
@@ -287,7 +289,7 @@ pub(crate) fn text(bytes: &[u8]) -> String {
 
 /// Runs a system tool that must succeed.
 pub(crate) fn tool(program: &str, arguments: &[&OsStr]) {
-    let output = output_of(Command::new(program).args(arguments));
+    let output = output_of(programs::program(program).args(arguments));
     assert!(output.status.success(), "{program} {arguments:?}: {}", text(&output.stderr));
 }
 
@@ -303,7 +305,7 @@ pub(crate) fn pack(archive: &Path, folder: &Path, options: &[&str]) {
     let mut arguments: Vec<&OsStr> = options.iter().map(OsStr::new).collect();
     arguments.extend(["--sort=name", "-c", "-C"].map(OsStr::new));
     arguments.extend([folder.as_os_str(), OsStr::new(".")]);
-    let output = output_of(Command::new("tar").args(&arguments));
+    let output = output_of(program("tar").args(&arguments));
     assert!(output.status.success(), "tar {arguments:?}: {}", text(&output.stderr));
     fs::write(archive, compress(archive, &output.stdout)).unwrap();
 }
@@ -414,7 +416,7 @@ fn describe(expected: &Node, found: &Node) -> String {
 /// Writes a program in another process. If this one wrote it, a child that another test starts meanwhile would hold the file open for
 /// writing, and for that time the program could not be run.
 pub(crate) fn write_program(path: &Path, script: &str) {
-    let mut command = Command::new("sh");
+    let mut command = program("sh");
     command.args(["-c", "printf %s \"$1\" > \"$0\" && chmod 755 \"$0\""]).arg(path).arg(script);
     assert!(command.status().unwrap().success());
 }

@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -18,10 +18,13 @@ const ATTACH_TIMEOUT: Duration = Duration::from_secs(20);
 pub(crate) fn is_possible() -> bool {
     static POSSIBLE: OnceLock<bool> = OnceLock::new();
     *POSSIBLE.get_or_init(|| {
+        if !super::is_installed("strace") {
+            return false;
+        }
         let folder = tempfile::tempdir().unwrap();
-        let mut sleeper = Command::new("sleep").arg("60").spawn().unwrap();
+        let mut sleeper = super::program("sleep").arg("60").spawn().unwrap();
         let attached = Tracer::attach(sleeper.id() as i32, &["-e".to_owned(), "trace=none".to_owned()], folder.path());
-        let is_possible = attached.map_err(|error| eprintln!("drives that fail are NOT tested: {error}")).is_ok();
+        let is_possible = attached.map_err(|error| super::skip(&format!("drives that fail: {error}"))).is_ok();
         sleeper.kill().unwrap();
         sleeper.wait().unwrap();
         is_possible
@@ -59,7 +62,7 @@ impl Tracer {
 
     fn attach(pid: i32, options: &[String], folder: &Path) -> Result<Self, String> {
         let (output, messages) = (folder.join(format!("strace-{pid}.out")), folder.join(format!("strace-{pid}.err")));
-        let mut command = Command::new("strace");
+        let mut command = super::program("strace");
         command.args(["-f", "-p", &pid.to_string(), "-o"]).arg(&output).args(options);
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&messages).unwrap());
         let tracer = command.spawn().map_err(|error| format!("cannot start strace: {error}"))?;

@@ -2,7 +2,6 @@
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::Command;
 
 use crate::harness::twin::twin;
 use crate::harness::{Ground, copy_program, output_of, text};
@@ -45,7 +44,7 @@ fn prints_the_same(mode: &str) {
 }
 
 fn is_ext4(folder: &Path) -> bool {
-    text(&output_of(Command::new("stat").args(["-f", "-c", "%T"]).arg(folder)).stdout).trim() == "ext2/ext3"
+    text(&output_of(crate::harness::program("stat").args(["-f", "-c", "%T"]).arg(folder)).stdout).trim() == "ext2/ext3"
 }
 
 /// SEMANTICS: "the size in units of 512; st_blksize is 131072;"

@@ -7,7 +7,6 @@ mod streams;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
-use std::process::Command;
 use std::sync::{Arc, Mutex};
 
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Refused};
@@ -123,14 +122,14 @@ impl Dataset {
 
 /// Runs a shell script in a folder.
 fn shell(folder: &Path, script: &str) {
-    let output = Command::new("bash").args(["-ec", script]).current_dir(folder).output().unwrap();
+    let output = crate::programs::program("bash").args(["-ec", script]).current_dir(folder).output().unwrap();
     assert!(output.status.success(), "{script}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Runs a Python script that makes zips in a folder.
 fn python(folder: &Path, script: &str) {
     let script = format!("import io, sys, zipfile\n{script}\n");
-    let output = Command::new("python3").args(["-c", &script]).current_dir(folder).output().unwrap();
+    let output = crate::programs::program("python3").args(["-c", &script]).current_dir(folder).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 

@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     fn shell(folder: &Path, words: &str) {
-        let done = std::process::Command::new("bash").arg("-ec").arg(words).current_dir(folder).status().unwrap();
+        let done = crate::programs::program("bash").arg("-ec").arg(words).current_dir(folder).status().unwrap();
         assert!(done.success(), "{words}");
     }
 

@@ -106,7 +106,7 @@ fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error
     let at = |name: &str| folder.path().join(name);
     fs::write(at("file"), "x").unwrap();
     let tar =
-        std::process::Command::new("tar").args(["-cf"]).arg(at("strange.jpg")).arg("-C").arg(folder.path()).arg("file").status();
+        crate::programs::program("tar").args(["-cf"]).arg(at("strange.jpg")).arg("-C").arg(folder.path()).arg("file").status();
     assert!(tar.unwrap().success());
     fs::write(at("false.tar"), "no tar at all").unwrap();
     fs::write(at("image.raw"), [0; 4096]).unwrap();
@@ -132,7 +132,7 @@ fn a_plan_tells_what_its_sources_unpack_to_at_most() {
     let folder = tempfile::tempdir().unwrap();
     let script = "mkdir t; head -c 3000 /dev/zero > t/a.jpg; head -c 500 /dev/zero > t/b.txt; ln -s b.txt t/link
         tar -cf t.tar t; gzip -k t.tar; cd t; zip -q -y ../stored.zip -0 -r . ; zip -q ../deflated.zip -9 -r .";
-    let done = std::process::Command::new("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
+    let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
     assert!(done.success());
     let at = |name: &str| folder.path().join(name);
     let len = |name: &str| at(name).metadata().unwrap().len();
@@ -169,7 +169,7 @@ fn sums_of_sizes_do_not_overflow() {
     // A zip whose member claims 2^62 - 1 bytes.
     let script = "import zipfile
 z = zipfile.ZipFile('a.zip', 'w'); z.writestr('x', b'1'); z.filelist[0].file_size = z.filelist[0].compress_size = 2**62 - 1; z.close()";
-    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    let done = crate::programs::program("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
     assert!(done.success());
     let (plan, _) = units(&[folder.path().join("a.zip").as_path(); 5], &Selection::default()).unwrap();
     assert_eq!(plan.sizes.readable_bytes_max, u64::MAX);

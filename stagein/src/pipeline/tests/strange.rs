@@ -28,7 +28,7 @@ fn a_source_that_was_changed_in_place_is_an_error_even_if_its_time_was_restored(
     let folder = tempfile::tempdir().unwrap();
     fs::write(folder.path().join("file"), vec![1; 5000]).unwrap();
     let pack = |program: &str| {
-        let done = std::process::Command::new("bash").args(["-ec", program]).current_dir(folder.path()).status().unwrap();
+        let done = crate::programs::program("bash").args(["-ec", program]).current_dir(folder.path()).status().unwrap();
         assert!(done.success(), "{program}");
     };
     pack("tar -cf a.tar file; python3 -m zipfile -c a.zip file");
@@ -51,7 +51,7 @@ z = zipfile.ZipFile('a.zip', 'w')
 for name, kind, data in ('-', stat.S_IFIFO, b'piped'), ('block', stat.S_IFBLK, b'b'), ('fifo', stat.S_IFIFO, b''):
     i = zipfile.ZipInfo(name); i.create_system = 3; i.external_attr = (kind | 0o600) << 16; z.writestr(i, data)
 z.close()";
-    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    let done = crate::programs::program("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
     assert!(done.success());
     let staged = run_simply(&[&folder.path().join("a.zip")], &Selection::default()).unwrap();
     let found: Vec<(String, Vec<u8>)> =
@@ -72,7 +72,7 @@ with tarfile.open('a.tar', 'w', format=tarfile.PAX_FORMAT) as t:
 z = zipfile.ZipFile('a.zip', 'w')
 i = zipfile.ZipInfo('link'); i.create_system = 3; i.external_attr = (stat.S_IFLNK | 0o777) << 16; z.writestr(i, b'q\\0r')
 z.writestr('file', b''); z.close()";
-    let done = std::process::Command::new("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    let done = crate::programs::program("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
     assert!(done.success());
     for name in ["a.tar", "a.zip"] {
         let staged = run_simply(&[&folder.path().join(name)], &Selection::default()).unwrap();
@@ -89,7 +89,7 @@ fn with_nested_a_member_that_is_an_archive_only_by_name_stays_a_file() {
     fs::create_dir(&tree).unwrap();
     fs::File::create(tree.join("e.tar")).unwrap();
     fs::File::create(tree.join("n.zip")).unwrap().write_all(b"no").unwrap();
-    let done = std::process::Command::new("tar").args(["-cf", "in.tar", "t"]).current_dir(folder.path()).status().unwrap();
+    let done = crate::programs::program("tar").args(["-cf", "in.tar", "t"]).current_dir(folder.path()).status().unwrap();
     assert!(done.success());
     let selection = Selection { nested: true, ..Selection::default() };
     for (source, prefix) in [("t", ""), ("in.tar", "t/")] {

@@ -35,7 +35,7 @@ fn make_sources(folder: &Path) {
         fs::write(tree.join(format!("large-{number}")), vec![number as u8; (5 << 20) + number]).unwrap();
     }
     let run = |command: &str| {
-        let done = std::process::Command::new("bash").arg("-ec").arg(command).current_dir(folder).status().unwrap();
+        let done = crate::programs::program("bash").arg("-ec").arg(command).current_dir(folder).status().unwrap();
         assert!(done.success());
     };
     run("tar -cf a.tar -C tree . && gzip -1 -k a.tar && cd tree && python3 -m zipfile -c ../a.zip *");

@@ -235,7 +235,7 @@ fn members_with_holes_count_as_long_as_they_become() {
             "mkdir -p d; for i in {{1..40}}; do truncate -s 10M d/$i; echo end >> d/$i; done
              tar --format={format} --sparse -cf a.tar d; truncate -s 5M d/hole; tar --format={format} --sparse -rf a.tar d/hole"
         );
-        let done = std::process::Command::new("bash").args(["-ec", &script]).current_dir(folder.path()).status().unwrap();
+        let done = crate::programs::program("bash").args(["-ec", &script]).current_dir(folder.path()).status().unwrap();
         assert!(done.success());
         let path = folder.path().join("a.tar");
         let version = Version { size: path.metadata().unwrap().len(), ..Version::default() };

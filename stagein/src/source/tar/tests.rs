@@ -1,6 +1,5 @@
 //! Tests of the tar reader with archives from GNU tar, and with damaged ones.
 use std::fs;
-use std::process::Command;
 
 use super::*;
 
@@ -26,7 +25,7 @@ fn pack(format: &str, prepare: impl Fn(&std::path::Path)) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     prepare(folder.path());
     let format = format!("--format={format}");
-    let output = Command::new("tar").args(["-c", "--sort=name", &format, "-C"]).arg(folder.path()).arg(".").output().unwrap();
+    let output = crate::programs::program("tar").args(["-c", "--sort=name", &format, "-C"]).arg(folder.path()).arg(".").output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output.stdout
 }
@@ -41,7 +40,7 @@ fn all_members_of_gnu_and_pax_archives_are_read() {
             fs::write(folder.join("empty"), "").unwrap();
             std::os::unix::fs::symlink("t".repeat(150), folder.join("link")).unwrap();
             fs::hard_link(folder.join("empty"), folder.join("hard")).unwrap();
-            assert!(Command::new("mkfifo").arg(folder.join("fifo")).status().unwrap().success());
+            assert!(crate::programs::program("mkfifo").arg(folder.join("fifo")).status().unwrap().success());
         });
         let (members, end) = read_all(&bytes).unwrap();
         let names: Vec<_> =

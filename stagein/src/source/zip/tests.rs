@@ -1,7 +1,6 @@
 //! Tests of the zip reader with archives from Python, and with damaged ones.
 
 use std::io::{Read, Write};
-use std::process::Command;
 use std::sync::Arc;
 
 use super::*;
@@ -30,7 +29,7 @@ fn read_all(bytes: &[u8]) -> Result<Vec<(String, ZipKind, Vec<u8>)>, ZipError> {
 fn python(script: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     let script = format!("import zipfile, stat\n{script}\n");
-    let output = Command::new("python3").args(["-c", &script]).current_dir(folder.path()).output().unwrap();
+    let output = crate::programs::program("python3").args(["-c", &script]).current_dir(folder.path()).output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::read(folder.path().join("z")).unwrap()
 }

@@ -1,7 +1,6 @@
 //! Tests with files that the formats' own tools have made.
 
 use std::path::Path;
-use std::process::Command;
 
 use dayfly_meta::limits::COMPRESSED_READS_MAX;
 use rand::rngs::StdRng;
@@ -10,6 +9,7 @@ use rand::{Rng, SeedableRng};
 use super::super::frames::tests::bgzf;
 use super::super::tests::compress;
 use super::*;
+use crate::programs::is_installed;
 
 /// Length of the content that most files here unpack to.
 const LEN: u64 = 12_000_000;
@@ -17,11 +17,10 @@ const LEN: u64 = 12_000_000;
 /// Runs a shell script, and returns false if the first program in it is not installed.
 fn shell(folder: &Path, script: &str) -> bool {
     let program = script.split(' ').next().unwrap();
-    if !Command::new("sh").args(["-c", &format!("command -v {program} > /dev/null")]).status().unwrap().success() {
-        assert!(std::env::var_os("DAYFLY_TEST_ALL_PROGRAMS").is_none(), "{program} is not installed");
+    if !is_installed(program) {
         return false;
     }
-    let done = Command::new("bash").args(["-ec", script]).current_dir(folder).status().unwrap();
+    let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder).status().unwrap();
     assert!(done.success(), "{script}");
     true
 }
