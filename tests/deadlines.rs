@@ -25,7 +25,10 @@ const FILES: usize = 40;
 /// Added to each deadline, for a busy machine and for the work before and after the wait.
 const SLACK: Duration = Duration::from_secs(8);
 /// The number of rows that run at once; each of them mostly waits.
-const JOBS: usize = 8;
+const JOBS: usize = 4;
+/// If this variable is set, as in `.ci/long`, all rows run. Otherwise a third of them do: the first row of each request, of each
+/// fault of another node, and of each outcome.
+const ALL_ROWS: &str = "DAYFLY_TEST_ALL_DEADLINES";
 
 /// System calls that wait for a drive.
 const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";
@@ -440,12 +443,30 @@ fn play(row: &Row) -> Result<(), String> {
     }
 }
 
+/// Returns the rows that this run plays.
+fn rows() -> Vec<&'static Row> {
+    let mut rows: Vec<&Row> = TABLE.iter().collect();
+    if std::env::var_os(ALL_ROWS).is_none() {
+        let (mut asks, mut faults) = (Vec::new(), Vec::new());
+        rows.retain(|row| {
+            let is_new_ask = !asks.contains(&row.ask);
+            let fault = (row.far, row.names.is_some());
+            let is_new_fault = row.node == 1 && !faults.contains(&fault);
+            asks.extend(is_new_ask.then_some(row.ask));
+            faults.extend(is_new_fault.then_some(fault));
+            is_new_ask || is_new_fault
+        });
+    }
+    rows
+}
+
 /// `meta/src/deadlines.rs` declares the deadlines.
 ///
 /// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the object and the remedy."
 #[test]
 fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_side_does() {
-    let (next, wrong) = (Mutex::new(TABLE.iter()), Mutex::new(Vec::new()));
+    let rows = rows();
+    let (next, wrong) = (Mutex::new(rows.iter()), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
         for _ in 0..JOBS {
             scope.spawn(|| {

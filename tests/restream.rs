@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::id::BlockId;
 use harness::samples::content;
-use harness::{Cluster, Ground, output_of, pack, signal, wait_until};
+use harness::{COMMAND_TIMEOUT, Cluster, Ground, output_of, pack, signal, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;
@@ -83,9 +83,18 @@ fn operations(cluster: &Cluster, asked: u16) -> u64 {
     sum(cluster, asked, |node| node["origins"]["operations"].as_u64())
 }
 
+/// Waits until the other nodes have recovered all samples of the lost ones.
 fn wait_until_recovered(cluster: &Cluster, asked: u16) {
     let blocks = |name: &'static str| sum(cluster, asked, move |node| node["recovery"][name]["blocks"].as_u64());
-    wait_until("all is recovered", || blocks("wanted") > 0 && blocks("wanted") == blocks("recovered"));
+    let is_recovered = || blocks("wanted") > 0 && blocks("wanted") == blocks("recovered");
+    // A node counts its wanted blocks while it looks for them, and others may not have begun.
+    let mut known = 0;
+    let deadline = Instant::now() + COMMAND_TIMEOUT;
+    while !(is_recovered() && known == blocks("wanted")) {
+        assert!(Instant::now() < deadline, "not all is recovered");
+        known = blocks("wanted");
+        std::thread::sleep(Duration::from_millis(500));
+    }
 }
 
 fn lose(cluster: &Cluster, node: u16, asked: u16) {

@@ -41,8 +41,8 @@ use source::Sources;
 
 /// The environment variable that selects one seed, whose messages are printed.
 const ONE_SEED: &str = "DAYFLY_SIMULATION_SEED";
-/// Number of seeds in one test run by default.
-const SEEDS: u64 = 5000;
+/// Number of seeds in one test run by default. `.ci/long` runs many more.
+const SEEDS: u64 = 1000;
 /// A planted bug must be found within this many seeds.
 const SEEDS_TO_FIND: u64 = 60;
 /// Reads and faults that each seed must have at least, so that no seed is too easy.
