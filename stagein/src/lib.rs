@@ -153,6 +153,9 @@ pub mod runs;
 mod selection;
 mod source;
 #[cfg(test)]
+#[path = "../../meta/src/test_seed.rs"]
+mod test_seed;
+#[cfg(test)]
 mod tests;
 pub mod unit_ledger;
 
