@@ -81,5 +81,7 @@ pub mod segment;
 pub mod shared;
 pub mod status_page;
 pub mod stored_share;
+#[cfg(test)]
+mod test_seed;
 pub mod text;
 pub mod wire;

@@ -86,6 +86,7 @@ where
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use proptest::test_runner::RngSeed;
 
     use super::*;
 
@@ -116,6 +117,11 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig {
+            rng_seed: RngSeed::Fixed(crate::test_seed::seed("PROPTEST_RNG_SEED", 1)),
+            ..ProptestConfig::default()
+        })]
+
         #[test]
         fn decoding_random_bytes_never_panics(bytes in proptest::collection::vec(any::<u8>(), 0..300)) {
             let _ = decode::<local::FromClient>(&bytes);

@@ -173,3 +173,6 @@ pub struct Config {
 
 #[cfg(test)]
 mod simulation;
+#[cfg(test)]
+#[path = "../../meta/src/test_seed.rs"]
+mod test_seed;

@@ -156,6 +156,9 @@ mod source;
 #[path = "../../tests/harness/programs.rs"]
 mod programs;
 #[cfg(test)]
+#[path = "../../meta/src/test_seed.rs"]
+mod test_seed;
+#[cfg(test)]
 mod tests;
 pub mod unit_ledger;
 

@@ -2,12 +2,13 @@
 //! not panic, and it must not use memory out of proportion to the input.
 //!
 //! Each target runs for `DAYFLY_FUZZ_SECONDS` (3 s by default, which keeps the unit tests fast)
-//! over mutations of good input, from a new seed each time. A target that panics prints the seed of
-//! its input; `DAYFLY_FUZZ_SEED` runs that input again.
+//! over mutations of good input. The first seed is always the same, or a new one with
+//! `DAYFLY_TEST_FRESH_SEEDS`. A target that panics prints the seed of its input; `DAYFLY_FUZZ_SEED`
+//! runs that input again.
 
 use std::io::{Read, Write};
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::Compression;
 use dayfly_meta::wire::control::Selection;
@@ -19,7 +20,10 @@ use crate::source::compressed::{decoder, tests::compress};
 use crate::source::plain::PlainReader;
 use crate::source::tar::{Extension, Next, TarReader, find_header};
 use crate::source::zip::{Record, ZipError, ZipKind, data, parts};
+use crate::test_seed;
 
+/// The environment variable that selects one input.
+const SEED: &str = "DAYFLY_FUZZ_SEED";
 const SECONDS_DEFAULT: f64 = 3.0;
 /// A target runs at least this many inputs, even if a busy machine needs longer than the time that
 /// the target should run.
@@ -27,27 +31,22 @@ const ROUNDS_MIN: u64 = 100;
 /// The maximum number of bytes that a target unpacks from one input.
 const UNPACKED_MAX: u64 = 4 << 20;
 
-fn variable(name: &str) -> Option<f64> {
-    std::env::var(name).ok()?.parse().ok()
-}
-
 /// Runs a target on mutations of its corpus.
 fn fuzz(corpus: &[Vec<u8>], target: impl Fn(&[u8])) {
-    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_nanos() as u64;
-    let wanted = variable("DAYFLY_FUZZ_SEED").map(|seed| seed as u64);
-    let end = Instant::now() + Duration::from_secs_f64(variable("DAYFLY_FUZZ_SECONDS").unwrap_or(SECONDS_DEFAULT));
+    let seconds = std::env::var("DAYFLY_FUZZ_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
+    let end = Instant::now() + Duration::from_secs_f64(seconds.unwrap_or(SECONDS_DEFAULT));
+    let is_one_input = std::env::var_os(SEED).is_some();
     let mut rounds = 0;
-    // `variable` parses seeds as floats, which hold whole numbers of up to 53 bits.
-    let mut seed = wanted.unwrap_or_else(|| now() % (1 << 50));
+    let mut seed = test_seed::seed(SEED, 1);
     while Instant::now() < end || rounds < ROUNDS_MIN {
         let print_on_panic = SeedOnPanic(seed);
         target(&mutate(corpus, &mut StdRng::seed_from_u64(seed)));
         std::mem::forget(print_on_panic);
         rounds += 1;
-        if wanted.is_some() {
+        if is_one_input {
             return;
         }
-        seed += 1;
+        seed = seed.wrapping_add(1);
     }
 }
 
@@ -56,7 +55,7 @@ struct SeedOnPanic(u64);
 
 impl Drop for SeedOnPanic {
     fn drop(&mut self) {
-        eprintln!("run this input again with DAYFLY_FUZZ_SEED={}", self.0);
+        eprintln!("run this input again with {SEED}={}", self.0);
     }
 }
 
@@ -92,6 +91,13 @@ fn mutate(corpus: &[Vec<u8>], random: &mut StdRng) -> Vec<u8> {
     bytes
 }
 
+/// Returns random bytes, which no program can compress.
+pub(crate) fn noise(len: usize) -> Vec<u8> {
+    let mut bytes = vec![0; len];
+    StdRng::seed_from_u64(test_seed::seed("DAYFLY_TEST_NOISE_SEED", 1)).fill(&mut bytes[..]);
+    bytes
+}
+
 /// Returns the output of a program that runs in a folder filled by the shell script `prepare`.
 fn tool(program: &str, arguments: &[&str], prepare: &str) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
@@ -102,24 +108,31 @@ fn tool(program: &str, arguments: &[&str], prepare: &str) -> Vec<u8> {
     output.stdout
 }
 
+/// Returns tars with the same times in each run, so that a seed gives the same input again. Only the
+/// process id of `tar` varies, which is part of the names of sparse files in two of the tars.
 fn tars() -> Vec<Vec<u8>> {
     let prepare = "mkdir a; echo 1 > a/one; ln -s one a/link; ln a/one a/hard; mkfifo a/fifo; head -c 3000 /dev/zero > a/two
         name=$(printf 'n%.0s' {1..180}); echo 2 > a/$name; ln -s $name a/to
         truncate -s 1M a/sparse; echo end >> a/sparse; for i in {1..30}; do echo x | dd of=a/pieces bs=1 seek=$((i * 16384)) 2> /dev/null; done";
-    let pack = |options: &[&str]| tool("tar", &[&["-c", "--sort=name"], options, &["a"]].concat(), prepare);
+    let pack =
+        |options: &[&str]| tool("tar", &[&["-c", "--sort=name", "--mtime=@1000000000.25"], options, &["a"]].concat(), prepare);
+    let pax =
+        |options: &[&str]| pack(&[&["--format=pax", "--pax-option=atime:=1000000001.5,ctime:=1000000002.5"], options].concat());
     vec![
         pack(&["--format=gnu"]),
-        pack(&["--format=pax"]),
+        pax(&[]),
         pack(&["--format=gnu", "--sparse"]),
-        pack(&["--format=pax", "--sparse", "--sparse-version=0.0"]),
-        pack(&["--format=pax", "--sparse", "--sparse-version=0.1"]),
-        pack(&["--format=pax", "--sparse", "--sparse-version=1.0"]),
-        pack(&["--format=pax", "--pax-option=globexthdr.name=g,comment=x,mtime=5"]),
+        pax(&["--sparse", "--sparse-version=0.0"]),
+        pax(&["--sparse", "--sparse-version=0.1"]),
+        pax(&["--sparse", "--sparse-version=1.0"]),
+        pax(&["--pax-option=globexthdr.name=g,globexthdr.mtime=5,comment=x,mtime=5"]),
     ]
 }
 
 fn zips() -> Vec<Vec<u8>> {
-    let script = "import zipfile, sys, io
+    // Members get the same time in each run.
+    let script = "import zipfile, sys, io, time
+time.time = lambda: 1e9
 out = io.BytesIO(); zip = zipfile.ZipFile(out, 'w')
 zip.writestr('stored', b'a' * 300); zip.writestr('deflated', b'b' * 3000, zipfile.ZIP_DEFLATED)
 zip.writestr('bzip2', b'c' * 300, zipfile.ZIP_BZIP2); zip.writestr('d/', b'')

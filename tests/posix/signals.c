@@ -205,13 +205,14 @@ static void list(void) {
 }
 
 static void breed(void) {
+    unsigned child_seed = next_random();
     pid_t child = fork();
     if (child == 0) {
         /* Timers are not inherited. */
         alarm(PATIENCE);
         wrong = 0;
         depth = 0;
-        start_timer(seed + getpid());
+        start_timer(child_seed);
         for (int i = 0; i < 5; i++) {
             allocate();
             use_file("wrong bytes in a child");

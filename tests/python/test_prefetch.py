@@ -144,7 +144,7 @@ if __name__ == "__main__":
 def test_the_server_fetches_ahead_of_workers(session, under, tmp_path, method):
     # A dataset of its own, because samples that were read before are on the node's drive.
     for number in range(200):
-        (tmp_path / f"{number}.bin").write_bytes(os.urandom(3000))
+        (tmp_path / f"{number}.bin").write_bytes(random.Random(number).randbytes(3000))
     target = f"/dayfly/ahead-{method}"
     session.stage_in(tmp_path, target)
     program = tmp_path / "program.py"

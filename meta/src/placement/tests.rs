@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 
 use super::*;
 use crate::limits::NODES_MAX;
@@ -149,6 +150,11 @@ fn candidates_are_all_members_once() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig {
+        rng_seed: RngSeed::Fixed(crate::test_seed::seed("PROPTEST_RNG_SEED", 1)),
+        ..ProptestConfig::default()
+    })]
+
     /// The owner is the first candidate that is not skipped. So skipping a member moves its blocks and no others.
     #[test]
     fn the_owner_is_the_first_candidate_that_is_not_skipped(

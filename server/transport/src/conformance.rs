@@ -334,9 +334,8 @@ async fn fuzzed_handshakes_never_succeed() {
     let (tapped, seen) = tap(address, None).await;
     ours.connect(NodeId(1), tapped).await.unwrap();
     let good = seen.lock().unwrap().clone();
-    let mut seed = [0; 8];
-    getrandom::fill(&mut seed).unwrap();
-    let mut state = u64::from_le_bytes(seed) | 1;
+    // The generator needs a state other than 0.
+    let mut state = crate::test_seed::seed("DAYFLY_FUZZ_SEED", 1) | 1;
     let mut random = move || {
         state ^= state << 13;
         state ^= state >> 7;
@@ -361,7 +360,7 @@ async fn fuzzed_handshakes_never_succeed() {
         let mut answer = Vec::new();
         let _ = tokio::time::timeout(TIMEOUT, stream.read_to_end(&mut answer)).await.expect("closed in time");
         // A recorded first message is answered once, with bytes that are useless without the key.
-        assert!(answer.len() < 128, "seed {seed:?}: {} bytes", answer.len());
+        assert!(answer.len() < 128, "{} bytes", answer.len());
         rounds += 1;
     }
     ours.connect(NodeId(1), address).await.unwrap().pull(b"hi".to_vec(), vec![], TIMEOUT).await.unwrap();

@@ -108,3 +108,6 @@ pub use selection::{Ability, Agreement, Obstacle, Preference, agree};
 
 #[cfg(test)]
 mod conformance;
+#[cfg(test)]
+#[path = "../../../meta/src/test_seed.rs"]
+mod test_seed;

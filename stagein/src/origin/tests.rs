@@ -17,6 +17,7 @@ use dayfly_meta::wire::control::Selection;
 use super::fault::{FaultyFiles, SourceCall, SourceFault};
 use super::*;
 use crate::pipeline::tests::{placement, planned, run};
+use crate::tests::noise;
 
 /// A dataset that was staged in.
 struct Dataset {
@@ -153,10 +154,12 @@ fn take_reads(files: &FaultyFiles<SystemFiles>) -> (Vec<(u64, usize)>, usize) {
 
 /// Makes a folder with files of many sizes.
 fn fill(folder: &Path) {
+    fs::create_dir_all(folder.join("t/sub/deep")).unwrap();
+    fs::write(folder.join("t/sub/b"), noise(5000)).unwrap();
     shell(
         folder,
-        "mkdir -p t/sub/deep; cd t
-         : > empty; printf one > a; head -c 5000 /dev/urandom > sub/b; seq 100000 > sub/deep/c
+        "cd t
+         : > empty; printf one > a; seq 100000 > sub/deep/c
          printf long > sub/$(printf 'n%.0s' {1..200}); ln a hard; ln sub/b sub/0-sorts-first; ln -s a soft
          truncate -s 1M sparse; printf end >> sparse; printf mid | dd of=sparse bs=1 seek=300000 conv=notrunc 2> /dev/null
          for i in {1..30}; do printf x | dd of=pieces bs=1 seek=$((i * 16384)) 2> /dev/null; done",

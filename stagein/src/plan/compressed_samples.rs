@@ -170,6 +170,7 @@ mod tests {
     use dayfly_meta::catalog::{Compression, SourceKind, Version};
 
     use super::*;
+    use crate::tests::noise;
 
     fn shell(folder: &Path, words: &str) {
         let done = crate::programs::program("bash").arg("-ec").arg(words).current_dir(folder).status().unwrap();
@@ -185,9 +186,10 @@ mod tests {
     #[test]
     fn formats_that_tell_their_size_are_estimated_and_the_others_counted() {
         let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("noise"), noise(900 * 3000)).unwrap();
         shell(
             folder.path(),
-            "mkdir t; for i in {1..900}; do head -c 3000 /dev/urandom > t/$i.jpg; echo $i > t/$i.txt; done; tar -cf a.tar t
+            "mkdir t; for i in {1..900}; do head -c 3000 > t/$i.jpg; echo $i > t/$i.txt; done < noise; tar -cf a.tar t
              gzip -1k a.tar; zstd -q1 a.tar; xz -1k -T2 --block-size=1MiB a.tar; lz4 -q --content-size a.tar a.tar.lz4; bzip2 -1k a.tar
              zstd -q1 < a.tar > stream.tar.zst; split -n 2 a.tar part; zstd -q1 --rm partaa partab; cat part*.zst > two.tar.zst",
         );
@@ -222,9 +224,10 @@ mod tests {
     #[test]
     fn a_claim_that_the_beginning_does_not_support_is_not_believed() {
         let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("f"), noise(5_000_000)).unwrap();
         shell(
             folder.path(),
-            "head -c 5000000 /dev/urandom > f; tar -cf a.tar f; cp a.tar padded.tar; truncate -s 90M padded.tar; zstd -q padded.tar
+            "tar -cf a.tar f; cp a.tar padded.tar; truncate -s 90M padded.tar; zstd -q padded.tar
              gzip -1k a.tar; head -c 4000000 a.tar.gz > cut.tar.gz; printf '\\xff\\xff\\xff\\xee' >> cut.tar.gz",
         );
         for (name, compression) in [("padded.tar.zst", Compression::Zstd), ("cut.tar.gz", Compression::Gzip)] {
@@ -237,7 +240,8 @@ mod tests {
     #[test]
     fn many_tars_share_what_some_beginnings_show() {
         let folder = tempfile::tempdir().unwrap();
-        shell(folder.path(), "head -c 100000 /dev/urandom > f; tar -cf a.tar f; gzip -1 a.tar");
+        std::fs::write(folder.path().join("f"), noise(100_000)).unwrap();
+        shell(folder.path(), "tar -cf a.tar f; gzip -1 a.tar");
         let tars = vec![source(&folder.path().join("a.tar.gz"), Compression::Gzip); 500];
         let found = sample_compressed(&tars, &Selection::default(), &ProgressMonitor::default()).unwrap();
         assert!(found.untold_bytes == 0 && found.told_bytes.abs_diff(500 * 100_000) < 5_000_000, "{found:?}");
@@ -274,9 +278,10 @@ mod tests {
     #[test]
     fn a_part_that_does_not_tell_is_counted_apart_and_looks_can_be_canceled() {
         let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("f"), noise(2_000_000)).unwrap();
         shell(
             folder.path(),
-            "head -c 2000000 /dev/urandom > f; tar -cf a.tar f; split -n 2 a.tar part; zstd -q --rm partaa; zstd -q < partab > stream
+            "tar -cf a.tar f; split -n 2 a.tar part; zstd -q --rm partaa; zstd -q < partab > stream
              cat partaa.zst stream > mixed",
         );
         let mixed = source(&folder.path().join("mixed"), Compression::Zstd);

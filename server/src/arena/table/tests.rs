@@ -96,7 +96,7 @@ fn loads(server: &Server) -> usize {
 }
 
 fn check(iterations: usize, body: impl Fn() + Send + Sync + 'static) {
-    shuttle::check_random(body, iterations);
+    shuttle::check_random_with_seed(body, crate::test_seed::seed("SHUTTLE_RANDOM_SEED", 1), iterations);
 }
 
 /// SEMANTICS: "A block that another node owns comes through the node's server, in chunks of at most 4
