@@ -257,7 +257,8 @@ impl Small {
     /// Returns `None`, with a message on standard error, if this user cannot mount.
     fn new(folder: PathBuf, mib: u32) -> Option<Self> {
         fs::create_dir(&folder).unwrap();
-        let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "none"]).arg(&folder).output();
+        let mounted =
+            harness::program("mount").args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "none"]).arg(&folder).output();
         if mounted.is_ok_and(|mounted| mounted.status.success()) {
             return Some(Self(folder));
         }

@@ -151,8 +151,13 @@ fn samples_of_one_path_in_archives_of_one_pattern_are_a_conflict() {
     // Equal files, and a path that one archive has twice, are not a conflict.
     let (summary, _) = stage_in(&["--exclude", "?.txt", "col/*.tar"]);
     assert_eq!((summary["samples"].as_u64(), summary["replaced"].as_u64()), (Some(5), Some(0)), "{summary}");
-    let append =
-        harness::program("tar").arg("-rf").arg(cluster.at("col/a.tar")).arg("-C").arg(cluster.at("tree-b")).arg("./0.txt").status();
+    let append = harness::program("tar")
+        .arg("-rf")
+        .arg(cluster.at("col/a.tar"))
+        .arg("-C")
+        .arg(cluster.at("tree-b"))
+        .arg("./0.txt")
+        .status();
     assert!(append.unwrap().success());
     fs::remove_file(cluster.at("col/b.tar")).unwrap();
     let (summary, _) = stage_in(&["--include", "0.txt", "--on-conflict", "error", "col/a.tar"]);

@@ -148,13 +148,13 @@ pub mod origin;
 pub mod path_conflicts;
 pub mod pipeline;
 pub mod plan;
+#[cfg(test)]
+#[path = "../../tests/harness/programs.rs"]
+mod programs;
 pub mod progress;
 pub mod runs;
 mod selection;
 mod source;
-#[cfg(test)]
-#[path = "../../tests/harness/programs.rs"]
-mod programs;
 #[cfg(test)]
 #[path = "../../meta/src/test_seed.rs"]
 mod test_seed;

@@ -28,7 +28,8 @@ pub(crate) struct Network {
 }
 
 fn ip(arguments: &[&str]) -> Result<String, String> {
-    let output = crate::harness::program("ip").args(arguments).stdin(Stdio::null()).output().map_err(|error| format!("ip: {error}"))?;
+    let output =
+        crate::harness::program("ip").args(arguments).stdin(Stdio::null()).output().map_err(|error| format!("ip: {error}"))?;
     match output.status.success() {
         true => Ok(String::from_utf8_lossy(&output.stdout).into_owned()),
         false => Err(format!("ip {arguments:?}: {}", String::from_utf8_lossy(&output.stderr).trim())),

@@ -513,7 +513,9 @@ impl Schedule {
             Fault::Drive(_, Drive::ReadFails { .. }) => Some("drive reads fail"),
             Fault::Drive(_, Drive::ReadGivesNothing { .. }) => Some("drive reads give nothing"),
             Fault::Drive(_, Drive::ReadIsSlow { .. }) => Some("drive reads are slow"),
-            Fault::Drive(_, Drive::WriteFails { .. } | Drive::NoRoom { .. } | Drive::SyncFails { .. }) => Some("drive writes fail"),
+            Fault::Drive(_, Drive::WriteFails { .. } | Drive::NoRoom { .. } | Drive::SyncFails { .. }) => {
+                Some("drive writes fail")
+            }
             Fault::Cut(Cut::Link(_)) => Some("a link is down"),
             Fault::Cut(Cut::Sends(_)) => Some("what a node sends is lost"),
             Fault::Cut(Cut::OneWay { .. }) => Some("one direction between two nodes is cut"),

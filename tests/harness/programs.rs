@@ -13,7 +13,8 @@ const ALL_PROGRAMS: &str = "DAYFLY_TEST_ALL_PROGRAMS";
 
 /// Returns the Debian package of a program. Options, as in `gcc -m32`, count if the table has a row with them.
 fn package_of(program: &str) -> Option<&'static str> {
-    let row = |name: &str| TABLE.lines().find_map(|line| line.trim().strip_prefix(&format!("{{ name = \"{name}\", package = \"")));
+    let row =
+        |name: &str| TABLE.lines().find_map(|line| line.trim().strip_prefix(&format!("{{ name = \"{name}\", package = \"")));
     let row = row(program).or_else(|| row(program.split(' ').next()?))?;
     row.split('"').next()
 }

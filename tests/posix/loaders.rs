@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::harness::twin::{Twin, twin};
 use super::harness::programs::missing;
+use super::harness::twin::{Twin, twin};
 use super::harness::{is_installed, output_of, skip, text, tool};
 use super::{compile, plainly};
 

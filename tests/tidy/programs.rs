@@ -40,7 +40,9 @@ fn named(text: &str) -> BTreeSet<String> {
     let literal = |after: &str| after.split('"').next().unwrap_or_default().to_owned();
     let called = CALLS.iter().flat_map(|call| text.split(call).skip(1).map(literal));
     let quoted = text.split('"').map(str::to_owned).filter(|word| {
-        COMPILERS.iter().any(|compiler| word == compiler || compiler.starts_with('-') && word.starts_with(&format!("{compiler}=")))
+        COMPILERS
+            .iter()
+            .any(|compiler| word == compiler || compiler.starts_with('-') && word.starts_with(&format!("{compiler}=")))
     });
     called.chain(quoted).filter(|name| !name.contains('{')).collect()
 }

@@ -25,7 +25,8 @@ fn pack(format: &str, prepare: impl Fn(&std::path::Path)) -> Vec<u8> {
     let folder = tempfile::tempdir().unwrap();
     prepare(folder.path());
     let format = format!("--format={format}");
-    let output = crate::programs::program("tar").args(["-c", "--sort=name", &format, "-C"]).arg(folder.path()).arg(".").output().unwrap();
+    let output =
+        crate::programs::program("tar").args(["-c", "--sort=name", &format, "-C"]).arg(folder.path()).arg(".").output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     output.stdout
 }
