@@ -52,6 +52,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use crate::harness::Ground;
+    use crate::harness::permits::{collect, servers_of};
     use crate::harness::witness::Waits;
 
     const SOON: Duration = Duration::from_secs(30);
@@ -84,5 +85,26 @@ mod tests {
         let starved = line.split(" starved_s=").nth(1).and_then(|rest| rest.split(' ').next());
         let is_number = starved.is_some_and(|starved| starved.parse::<f64>().is_ok());
         assert!(line.starts_with("WITNESS test=") && is_number && !line.contains('\n'), "{line}");
+    }
+
+    #[test]
+    fn a_session_gets_all_of_its_permits_or_none() {
+        let folder = tempfile::tempdir().unwrap();
+        let take = |wanted, limit| collect(folder.path(), 3, wanted, limit).unwrap();
+        let two = take(2, SOON).expect("three are free");
+        assert_eq!(two.len(), 2);
+        assert!(take(2, Duration::from_millis(50)).is_none(), "one is free");
+        let one = take(1, SOON).expect("the attempt to take two has returned the one that is free");
+        drop((one, two));
+        assert_eq!(take(7, SOON).expect("a session that is larger than the bound takes all").len(), 3);
+    }
+
+    #[test]
+    fn only_commands_that_start_servers_need_permits() {
+        assert_eq!(servers_of(&["up", "--memory", "32MiB", "--local", "3"]), 3);
+        assert_eq!(servers_of(&["run", "--", "sh", "--local", "3"]), 1);
+        assert_eq!(servers_of(&["up", "--hosts", "a,b"]), 2);
+        assert_eq!(servers_of(&["status"]), 0);
+        assert_eq!(servers_of(&[]), 0);
     }
 }

@@ -1,12 +1,13 @@
 //! The cluster harness: real servers of the real program, in sessions that run in parallel, each in its own folders. When a test
 //! ends, whether it passed or failed, the processes of its session are gone. A failing test says whether the machine was too busy for
-//! it ([`witness`]).
+//! it ([`witness`]), and only so many servers run at once ([`permits`]).
 
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
 pub(crate) mod drive;
 pub(crate) mod hosts;
 pub(crate) mod inside;
+pub(crate) mod permits;
 pub(crate) mod programs;
 pub(crate) mod samples;
 pub(crate) mod strace;
@@ -22,10 +23,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
+use permits::Permits;
 pub(crate) use programs::{is_installed, program, skip};
 use tempfile::TempDir;
 use witness::Witness;
@@ -68,13 +71,15 @@ pub(crate) struct Ground {
     pub(crate) runtime: TempDir,
     pub(crate) data: TempDir,
     pub(crate) work: TempDir,
+    /// The permits of the sessions that run here.
+    permits: Mutex<Vec<Permits>>,
 }
 
 impl Ground {
     pub(crate) fn new() -> Self {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
         let runtime = folder();
-        Self { witness: Witness::new(runtime.path()), runtime, data: folder(), work: folder() }
+        Self { witness: Witness::new(runtime.path()), runtime, data: folder(), work: folder(), permits: Mutex::default() }
     }
 
     /// Returns a path in the folder for the test's own files.
@@ -94,9 +99,24 @@ impl Ground {
         command
     }
 
-    /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
+    /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`]. If it starts servers, first waits for their permits.
     pub(crate) fn output(&self, arguments: &[&str]) -> Output {
-        output_of(self.dayfly().args(arguments))
+        let servers = permits::servers_of(arguments);
+        let permits = (servers > 0).then(|| permits::take(servers));
+        let output = output_of(self.dayfly().args(arguments));
+        match arguments.first() {
+            Some(&"up") if output.status.success() => self.hold(permits),
+            Some(&"down") if output.status.success() => {
+                self.permits.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            }
+            _ => {}
+        }
+        output
+    }
+
+    /// Holds the permits of a session until it is ended with [`Self::output`], or until this value is dropped.
+    pub(crate) fn hold(&self, permits: impl IntoIterator<Item = Permits>) {
+        self.permits.lock().unwrap_or_else(PoisonError::into_inner).extend(permits);
     }
 
     /// Runs a command, which must succeed, and returns its standard output.
