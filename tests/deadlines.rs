@@ -433,13 +433,14 @@ fn play(row: &Row) -> Result<(), String> {
     }
     let (least, deadline) = (row.after)(&deadlines);
     if took < least || took > deadline + SLACK {
-        return Err(format!("took {took:?} instead of {least:?} to {deadline:?}, {result:?}"));
+        let witness = &scene.cluster.witness;
+        return Err(format!("took {took:?} instead of {least:?} to {deadline:?}, {result:?}; {witness}"));
     }
     eprintln!("{:?} with node {} {:?}: {took:?}, {result:?}", row.ask, row.node, row.far);
     match (row.names, &result) {
         (_, Ok(())) if row.may_work => Ok(()),
         (Some(names), Err(error)) if names.iter().all(|name| error.contains(name)) => Ok(()),
-        (names, result) => Err(format!("{result:?} after {took:?}, which should contain {names:?}")),
+        (names, result) => Err(format!("{result:?} after {took:?}, which should contain {names:?}; {}", scene.cluster.witness)),
     }
 }
 

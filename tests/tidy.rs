@@ -17,6 +17,7 @@ mod source;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::OnceLock;
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand};
@@ -258,7 +259,7 @@ fn no_file_has_the_marks_of_an_unfinished_merge() {
 #[test]
 fn nothing_builds_all_features() {
     // One of the features changes the license of the program and needs C headers.
-    for file in [".ci/run", ".ci/long", "README.md", "tests/vm/rdma"] {
+    for file in [".ci/run", ".ci/test", ".ci/long", "README.md", "tests/vm/rdma"] {
         assert!(!fs::read_to_string(root().join(file)).unwrap().contains("--all-features"), "{file}");
     }
 }
@@ -284,4 +285,10 @@ fn the_readme_gives_the_commands_that_ci_runs() {
     for command in ["cargo run --release -- run --local 4", "cargo test --workspace"] {
         assert!(readme.contains(command), "{command}");
     }
+}
+
+#[test]
+fn ci_runs_a_failed_test_once_more_only_if_it_was_starved() {
+    let output = Command::new(root().join(".ci/test-check")).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }

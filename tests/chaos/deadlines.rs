@@ -70,6 +70,11 @@ pub(crate) fn of_starvation() -> Duration {
     deadlines().peer_lost / 4
 }
 
+/// Returns how late the harness itself runs before the whole session may have stood still for so long that servers miss a deadline.
+pub(crate) fn of_standstill() -> Duration {
+    deadlines().peer_lost / 2
+}
+
 /// Returns how long a server may be cut off without being lost, or losing its supervisor. The rest is for a machine that is busy.
 pub(crate) fn of_outage() -> Duration {
     deadlines().lost_after * 4 / 5

@@ -179,10 +179,13 @@ impl Run {
         }
     }
 
-    /// Returns the last lines of the logs of the supervisor and the servers.
+    /// Returns the last lines of the logs of the supervisor and the servers, and what the witness of starvation measured.
     pub(crate) fn logs(&self) -> String {
         let printed = self.launched.printed();
-        let mut all = if printed.is_empty() { String::new() } else { format!("\n  `run` printed:\n    {}", printed.trim_end()) };
+        let mut all = format!("\n  {}", self.cluster().witness);
+        if !printed.is_empty() {
+            all.push_str(&format!("\n  `run` printed:\n    {}", printed.trim_end()));
+        }
         for entry in fs::read_dir(&self.location.folder).into_iter().flatten().flatten() {
             if entry.path().extension().is_some_and(|kind| kind == "log") {
                 let log = fs::read(entry.path()).unwrap_or_default();

@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::deadlines;
-use crate::harness::{Cluster, Ground, output_of, text, wait_for};
+use crate::harness::{Cluster, Ground, output_of, permits, text, wait_for};
 use crate::network::Network;
 use crate::schedule::{Launch, NODES, Schedule};
 
@@ -70,6 +70,7 @@ impl Launched {
             }
             command
         };
+        ground.hold([permits::take(usize::from(NODES))]);
         let (id, launched) = match schedule.launch {
             Launch::Up => {
                 let mut attempts = 1..START_ATTEMPTS;

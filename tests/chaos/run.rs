@@ -21,13 +21,11 @@ use crate::reader::{now_ms, visible};
 use crate::readers::{self, Reader};
 use crate::schedule::{Fault, NODES, Place, READERS, Schedule, StageIn, Step, Twist, Victim};
 use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
-use crate::starvation::Starvation;
+use crate::starvation::{self, Starvation};
 
 /// The size of the file system that a run mounts as its data dir, if it can mount one. The file system has room for a few datasets
 /// and their cached copies, and little more.
 pub(crate) const DRIVE_LEN: u64 = 640 << 20;
-/// How often the run looks whether the machine is too busy to run the servers.
-const STARVATION_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Servers have settled when so many looks at these intervals have found the same descriptors.
 const SETTLED_LOOKS: u32 = 5;
@@ -92,7 +90,6 @@ pub(crate) struct Run {
     pub(crate) datasets_before: usize,
     pub(crate) planted: Option<Planted>,
     starvation: Starvation,
-    starvation_looked: Instant,
     pub(crate) tally: Tally,
 }
 
@@ -142,8 +139,7 @@ impl Run {
             descriptors: BTreeMap::new(),
             datasets_before: 0,
             planted,
-            starvation: Starvation::default(),
-            starvation_looked: Instant::now(),
+            starvation: Starvation::new(),
             tally: Tally::default(),
         })
     }
@@ -304,7 +300,7 @@ impl Run {
             return None;
         }
         // A thread's wait for a processor is known only when the wait is over.
-        std::thread::sleep(STARVATION_INTERVAL * 5);
+        std::thread::sleep(starvation::INTERVAL * 5);
         self.look_for_starvation();
         if self.is_explained(observed, observer, begin_ms, end_ms) { None } else { Some("UNEXPLAINED") }
     }
@@ -315,26 +311,13 @@ impl Run {
     }
 
     fn look_for_starvation(&mut self) {
-        let since = self.starvation_looked.elapsed();
-        if since < STARVATION_INTERVAL {
-            return;
-        }
-        self.starvation_looked = Instant::now();
-        for node in self.location.live_nodes() {
-            let Some(pid) = self.location.pid(node) else { continue };
-            let waited = self.starvation.longest_wait(pid);
-            if waited < deadlines::of_starvation() {
-                continue;
-            }
+        for (node, time) in self.starvation.look(&self.location) {
             self.tally.starved += 1;
-            let now = now_ms();
-            self.promises.lose(&[node.0]);
-            self.promises.regain(&[node.0], now + deadlines::aftermath().as_millis() as u64);
-            self.intervals.push(Interval {
-                event: Event::Starved(node.0),
-                begin_ms: now.saturating_sub((waited + since).as_millis() as u64),
-                end_ms: Some(now + deadlines::aftermath().as_millis() as u64),
-            });
+            let (now, end_ms) = (now_ms(), now_ms() + deadlines::aftermath().as_millis() as u64);
+            self.promises.lose(&[node]);
+            self.promises.regain(&[node], end_ms);
+            let begin_ms = now.saturating_sub(time.as_millis() as u64);
+            self.intervals.push(Interval { event: Event::Starved(node), begin_ms, end_ms: Some(end_ms) });
         }
     }
 

@@ -4,7 +4,7 @@
 use std::fs;
 use std::process::Command;
 
-use super::{Cluster, Ground, output_of, text, write_program};
+use super::{Cluster, Ground, output_of, permits, text, write_program};
 
 /// A [`Ground`] with a stand-in for `ssh`, which runs commands on this machine and records the host and the calling process. The
 /// host `silent` never answers, and the host `broken` cannot be reached.
@@ -45,7 +45,9 @@ exec sh -c "$*"
     }
 
     pub(crate) fn up(self, arguments: &[&str]) -> (Cluster, String) {
-        let output = output_of(&mut self.command(&[&["up"], arguments].concat()));
+        let arguments = [&["up"], arguments].concat();
+        self.0.hold([permits::take(permits::servers_of(&arguments))]);
+        let output = output_of(&mut self.command(&arguments));
         assert!(output.status.success(), "{}", text(&output.stderr));
         let id = text(&output.stdout).trim().to_owned();
         (Cluster { ground: self.0, id }, text(&output.stderr))

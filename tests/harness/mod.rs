@@ -1,15 +1,18 @@
 //! The cluster harness: real servers of the real program, in sessions that run in parallel, each in its own folders. When a test
-//! ends, whether it passed or failed, the processes of its session are gone.
+//! ends, whether it passed or failed, the processes of its session are gone. A failing test says whether the machine was too busy for
+//! it ([`witness`]), and only so many servers run at once ([`permits`]).
 
 #![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
 
 pub(crate) mod drive;
 pub(crate) mod hosts;
 pub(crate) mod inside;
+pub(crate) mod permits;
 pub(crate) mod programs;
 pub(crate) mod samples;
 pub(crate) mod strace;
 pub(crate) mod twin;
+pub(crate) mod witness;
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -20,12 +23,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
+use permits::Permits;
 pub(crate) use programs::{is_installed, program, skip};
 use tempfile::TempDir;
+use witness::Witness;
 
 /// Creates two tests from each function: one with few stage-in workers per server, and one with many.
 macro_rules! with_few_and_many_workers {
@@ -60,15 +66,20 @@ pub(crate) const COMMAND_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// The folders of a test, and the program to run in them.
 pub(crate) struct Ground {
+    /// Dropped before the folders, because it reads the logs in them.
+    pub(crate) witness: Witness,
     pub(crate) runtime: TempDir,
     pub(crate) data: TempDir,
     pub(crate) work: TempDir,
+    /// The permits of the sessions that run here.
+    permits: Mutex<Vec<Permits>>,
 }
 
 impl Ground {
     pub(crate) fn new() -> Self {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();
-        Self { runtime: folder(), data: folder(), work: folder() }
+        let runtime = folder();
+        Self { witness: Witness::new(runtime.path()), runtime, data: folder(), work: folder(), permits: Mutex::default() }
     }
 
     /// Returns a path in the folder for the test's own files.
@@ -88,9 +99,24 @@ impl Ground {
         command
     }
 
-    /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
+    /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`]. If it starts servers, first waits for their permits.
     pub(crate) fn output(&self, arguments: &[&str]) -> Output {
-        output_of(self.dayfly().args(arguments))
+        let servers = permits::servers_of(arguments);
+        let permits = (servers > 0).then(|| permits::take(servers));
+        let output = output_of(self.dayfly().args(arguments));
+        match arguments.first() {
+            Some(&"up") if output.status.success() => self.hold(permits),
+            Some(&"down") if output.status.success() => {
+                self.permits.lock().unwrap_or_else(PoisonError::into_inner).pop();
+            }
+            _ => {}
+        }
+        output
+    }
+
+    /// Holds the permits of a session until it is ended with [`Self::output`], or until this value is dropped.
+    pub(crate) fn hold(&self, permits: impl IntoIterator<Item = Permits>) {
+        self.permits.lock().unwrap_or_else(PoisonError::into_inner).extend(permits);
     }
 
     /// Runs a command, which must succeed, and returns its standard output.
@@ -137,7 +163,7 @@ impl Ground {
     /// Waits until no file or folder of a session is left. Processes that end without a command clean up by themselves.
     #[track_caller]
     pub(crate) fn wait_until_clean(&self, what: &str) {
-        wait_until(what, || self.left_behind().is_empty());
+        wait_until(&format!("{what}, and nothing is left behind"), || self.left_behind().is_empty());
     }
 
     fn left_behind(&self) -> Vec<PathBuf> {
@@ -217,7 +243,7 @@ impl Cluster {
     /// Ends the session with `dayfly down`, and asserts that nothing is left.
     pub(crate) fn down(self) {
         self.ok(&["down"]);
-        assert!(self.pids_or_none().is_empty());
+        assert!(self.pids_or_none().is_empty(), "left behind: servers");
         self.assert_clean();
     }
 
@@ -228,6 +254,8 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
+        // While the servers live, and before their logs are gone.
+        self.witness.testify();
         for pid in self.pids_or_none() {
             // It may have exited on its own.
             let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
@@ -410,7 +438,8 @@ fn describe(expected: &Node, found: &Node) -> String {
     let short = |node: &Node| {
         format!("{} {:o} {:?} {} bytes, first {}", node.kind, node.mode, node.mtime, node.content.len(), text(&node.first))
     };
-    format!("{} became {}", short(expected), short(found))
+    let wrong = if expected.content == found.content { "" } else { ", wrong bytes" };
+    format!("{} became {}{wrong}", short(expected), short(found))
 }
 
 /// Writes a program in another process. If this one wrote it, a child that another test starts meanwhile would hold the file open for
