@@ -50,7 +50,7 @@ fn a_node_that_does_not_join_is_named_in_time() {
         let start = Instant::now();
         let output = harness::output_of(&mut hosts.command(&["up", "--hosts", list, "--start-timeout", "2"]));
         assert!(!output.status.success() && text(&output.stderr).contains(word), "{}", text(&output.stderr));
-        assert!(start.elapsed() < Duration::from_secs(9));
+        harness::assert_no_hang(start);
         // A launcher that hangs is killed after a while.
         hosts.0.wait_until_clean("nothing is left");
     }
@@ -156,7 +156,7 @@ fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
         signal(supervisor, Signal::SIGSTOP);
         let start = Instant::now();
         wait_until("the servers have ended", || cluster.pids().is_empty());
-        assert!(start.elapsed() < lease + Duration::from_secs(3), "{:?}", start.elapsed());
+        harness::assert_within(lease + Duration::from_secs(3), start);
         signal(supervisor, Signal::SIGCONT);
         cluster.wait_until_clean("the supervisor has cleaned up");
     }

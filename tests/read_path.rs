@@ -216,7 +216,7 @@ fn samples_of_this_node_are_read_into_buffers_while_the_server_answers_nobody() 
         for _ in 0..3 {
             check_into_buffers(&view, &here.iter().copied().chain([far]).collect::<Vec<_>>(), &lens);
         }
-        assert!(start.elapsed() < Duration::from_secs(4), "{:?}", start.elapsed());
+        harness::assert_within(Duration::from_secs(4), start);
         harness::signal(cluster.pids()[&0], nix::sys::signal::Signal::SIGCONT);
         assert_eq!(asked("asked"), before);
         assert_accounts_are_settled(&cluster);
@@ -377,7 +377,7 @@ fn batches_that_each_hold_a_part_do_not_wait_for_each_other() {
                 std::thread::sleep(Duration::from_millis(300));
                 let start = Instant::now();
                 batch.wait().unwrap();
-                assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+                harness::assert_no_hang(start);
             });
         }
     });
@@ -401,7 +401,8 @@ fn a_batch_under_way_ends_when_the_session_does() {
             break;
         }
     }
-    assert!(!batch.is_good() && start.elapsed() < Duration::from_secs(5));
+    assert!(!batch.is_good());
+    harness::assert_no_hang(start);
 }
 
 /// SEMANTICS: "A batch or an order belongs to the process that made it. A forked child's use of its

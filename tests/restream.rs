@@ -195,7 +195,7 @@ fn reads_fail_if_the_archive_cannot_be_read_again() {
     let view = cluster.view(0);
     let start = Instant::now();
     let errors: Vec<(usize, String)> = (0..FILES).filter_map(|number| Some((number, read(&view, number).err()?))).collect();
-    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
+    harness::assert_no_hang(start);
     assert!(!errors.is_empty() && errors.iter().all(|(number, _)| number % 4 == 1 || number % 4 == 2), "{errors:?}");
     let mentions = |part: &str, words: &[&str]| {
         errors.iter().any(|(_, error)| error.contains(part) && words.iter().all(|word| error.contains(word)))
@@ -212,7 +212,7 @@ fn reads_fail_if_the_archive_cannot_be_read_again() {
     let view = cluster.view(0);
     let start = Instant::now();
     assert!((0..FILES).any(|number| read(&view, number).is_err()));
-    assert!(start.elapsed() < Duration::from_secs(30));
+    harness::assert_no_hang(start);
     end_from(&cluster, 0);
 }
 
@@ -307,7 +307,7 @@ fn reads_of_samples_whose_copies_are_all_bad_fail_at_once() {
         assert!(!errors.is_empty());
         assert!(errors.iter().all(|error| !error.contains("out of its compressed archive")), "{errors:?}");
     }
-    assert!(start.elapsed() < Duration::from_secs(45), "{:?}", start.elapsed());
+    harness::assert_no_hang(start);
     end_from(&cluster, 0);
 }
 

@@ -373,7 +373,7 @@ fn run_ends_the_session_whatever_its_command_does() {
         signal(child.id() as i32, number);
         let ended = wait_for(&mut child, Duration::from_secs(20)).expect("run ends");
         assert_eq!(ended.code(), Some(status), "{number}");
-        assert!(start.elapsed() < Duration::from_secs(5));
+        harness::assert_no_hang(start);
         ground.assert_clean();
     }
     // If `run` itself is killed, its servers notice.
@@ -425,7 +425,7 @@ fn a_canceled_stage_in_leaves_nothing() {
         signal(child.id() as i32, Signal::SIGTERM);
         wait_for(&mut child, Duration::from_secs(10)).expect("the command exits");
         wait_until("its space is free again", || cluster.used_bytes() == 0);
-        assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+        harness::assert_no_hang(start);
         assert_eq!(cluster.ok(&["ls"]), "");
     }
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");

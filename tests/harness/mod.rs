@@ -302,6 +302,23 @@ pub(crate) fn wait_for(child: &mut Child, limit: Duration) -> Option<std::proces
     None
 }
 
+/// A call that takes longer than this hangs, unless the machine is busy.
+const HANG_GUARD: Duration = Duration::from_secs(60);
+
+/// Asserts that what began at `start` did not hang.
+#[track_caller]
+pub(crate) fn assert_no_hang(start: Instant) {
+    assert_within(HANG_GUARD, start);
+}
+
+/// Asserts that what began at `start` took at most `limit`, and as long as this process waited for a processor. Only tests whose
+/// subject is a deadline use this: `tests/tidy.rs` lists them.
+#[track_caller]
+pub(crate) fn assert_within(limit: Duration, start: Instant) {
+    let (took, late) = (start.elapsed(), witness::lateness());
+    assert!(took < limit + late, "took {took:?} instead of at most {limit:?}; this process was late by {late:?}");
+}
+
 #[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
