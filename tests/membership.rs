@@ -143,6 +143,30 @@ fn commands_succeed_while_a_member_is_lost() {
     cluster.down();
 }
 
+/// SEMANTICS: "It reads nothing through nodes that are lost, and names them."
+#[test]
+fn verify_leaves_out_a_lost_server_that_stands_still() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    // Node 0 is the one that commands ask by default.
+    for stopped in [0, 3] {
+        let pid = cluster.pids()[&stopped];
+        signal(pid, Signal::SIGSTOP);
+        let others = || (0..4).filter(|&node| node != stopped);
+        wait_until("all others know that it is lost", || others().all(|node| is_lost(&cluster, node, stopped)));
+        for arguments in [&["verify"][..], &["verify", "/dayfly/d"], &["verify", "--from-every-node"]] {
+            let output = cluster.output(arguments);
+            let (message, found) = (text(&output.stderr), text(&output.stdout));
+            assert!(output.status.success(), "{arguments:?} while node {stopped} is lost: {message}");
+            assert_eq!(message, format!("dayfly: nothing is read through nodes that are lost: {stopped}\n"));
+            assert!(found.starts_with(&format!("verified {FILES} samples from 3 nodes: ")), "{found}");
+        }
+        signal(pid, Signal::SIGCONT);
+        wait_until("it is a member again", || (0..4).all(|node| !is_lost(&cluster, node, stopped)));
+    }
+    cluster.down();
+}
+
 /// SEMANTICS: "A server that returns shows the datasets that were staged in meanwhile, and no longer those that were replaced."
 #[test]
 fn a_server_that_returns_shows_what_the_others_show() {
