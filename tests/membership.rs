@@ -143,6 +143,52 @@ fn commands_succeed_while_a_member_is_lost() {
     cluster.down();
 }
 
+/// SEMANTICS: "It reads nothing through nodes that are lost, and names them."
+#[test]
+fn verify_leaves_out_a_lost_server_that_stands_still() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    // Node 0 is the one that commands ask by default.
+    for stopped in [0, 3] {
+        let pid = cluster.pids()[&stopped];
+        signal(pid, Signal::SIGSTOP);
+        let others = || (0..4).filter(|&node| node != stopped);
+        wait_until("all others know that it is lost", || others().all(|node| is_lost(&cluster, node, stopped)));
+        for arguments in [&["verify"][..], &["verify", "/dayfly/d"], &["verify", "--from-every-node"]] {
+            let output = cluster.output(arguments);
+            let (message, found) = (text(&output.stderr), text(&output.stdout));
+            assert!(output.status.success(), "{arguments:?} while node {stopped} is lost: {message}");
+            assert_eq!(message, format!("dayfly: nothing is read through nodes that are lost: {stopped}\n"));
+            assert!(found.starts_with(&format!("verified {FILES} samples from 3 nodes: ")), "{found}");
+        }
+        signal(pid, Signal::SIGCONT);
+        wait_until("it is a member again", || (0..4).all(|node| !is_lost(&cluster, node, stopped)));
+    }
+    cluster.down();
+}
+
+/// SEMANTICS: "Once the supervisor of a session with `up --keep` is gone, no node is declared lost, a node that is lost does not
+/// return, and no new server is started. If a server dies then, its blocks are read like those of a silent node, nothing is recovered
+/// in the background, and every stage-in fails."
+#[test]
+fn a_kept_session_without_its_supervisor_does_not_recover_from_the_death_of_a_server() {
+    let cluster = session_with(&[&QUICK[..], &["--keep", "10m"]].concat());
+    let archive = cluster.at("a.tar");
+    cluster.stage(&[&archive], "/dayfly/d");
+    signal(cluster.location().supervisor().unwrap(), Signal::SIGKILL);
+    let is_alone = || text(&cluster.output(&["rejoin", "3"]).stderr).contains("the supervisor of this session has ended");
+    wait_until("node 0 knows that there is no supervisor", is_alone);
+    cluster.kill(3);
+    // By the time that this fails, a supervisor would have declared the node lost.
+    let message = cluster.fails(1, &["stage-in", archive.to_str().unwrap(), "/dayfly/e"]);
+    assert!(message.contains("node 3 "), "{message}");
+    (0..3).for_each(|node| read_all(&cluster, node, "d"));
+    for node in 0..3 {
+        assert!(!is_lost(&cluster, node, 3));
+        assert_eq!(status(&cluster, node)["nodes"][usize::from(node)]["recovery"]["wanted"]["blocks"], 0);
+    }
+}
+
 /// SEMANTICS: "A server that returns shows the datasets that were staged in meanwhile, and no longer those that were replaced."
 #[test]
 fn a_server_that_returns_shows_what_the_others_show() {

@@ -201,6 +201,41 @@ fn a_source_that_is_away_for_a_while_is_recovered_later() {
     wait_until_recovered(&session, 3);
 }
 
+/// SEMANTICS: "`status` shows how many of these blocks each node has recovered, and of how many."
+#[test]
+fn a_node_says_whether_it_has_counted_the_lost_blocks_of_all_datasets() {
+    let lens = lens();
+    // At the low rate, a node has recovered the lost blocks of the first dataset after a minute or more, and looks at the second
+    // one only then.
+    for (rate, is_slow) in [(64 << 10, true), (1 << 30, false)] {
+        let mut session = session_with_room(&lens, rate, 500);
+        session.stage_at(b"e", &session.write_in("e", &lens, FILES), false).unwrap();
+        let all: usize = session.view(0).session().datasets().unwrap().iter().map(|dataset| lost_blocks(dataset, 3)).sum();
+        session.lose(3);
+        let progress = || {
+            let all: Vec<_> = (0..3).map(|node| session.status_of(node).recovery).collect();
+            let wanted: u64 = all.iter().map(|recovery| recovery.wanted.count).sum();
+            let recovered: u64 = all.iter().map(|recovery| recovery.recovered.count).sum();
+            (wanted as usize, recovered as usize, all.iter().filter(|recovery| recovery.is_scanned).count())
+        };
+        match is_slow {
+            true => {
+                wait_until("all nodes recover blocks of the first dataset", || {
+                    (0..3).all(|node| session.status_of(node).recovery.recovered.count > 0)
+                });
+                let (wanted, _, scanned) = progress();
+                assert!(wanted < all && scanned == 0, "{wanted} of {all} blocks are counted, and {scanned} nodes call that all");
+            }
+            false => wait_until("all is counted and recovered", || progress() == (all, all, 3)),
+        }
+    }
+}
+
+fn lost_blocks(dataset: &dayfly_client::Dataset, owner: u16) -> usize {
+    let catalog = dataset.catalog();
+    (0..catalog.header().blocks).filter(|&block| catalog.owner(BlockId(block)) == Some(NodeId(owner))).count()
+}
+
 /// SEMANTICS: "If there is not room for everything, a node caches the blocks that it holds in place of a lost node before those of
 /// live nodes."
 #[test]

@@ -114,7 +114,7 @@ impl Coordinator {
     /// number of the user's request.
     pub(crate) fn start(self: &Arc<Self>, from: NodeId, id: u64, request: StageInRequest) -> Result<u64, SubscriptionError> {
         if !self.term.is_ready() {
-            return Err(SubscriptionError::NotCoordinator);
+            return Err(self.unready());
         }
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
         let number = self.subscriptions.open(events)?;
@@ -148,7 +148,7 @@ impl Coordinator {
     /// Answers a node's regular report. A new coordinator does not know at once how an earlier stage-in ends.
     pub(crate) fn report(&self, number: u64, node: NodeId, report: NodeReport) -> Result<CoordinatorReply, SubscriptionError> {
         if self.term.is_other() {
-            return Err(SubscriptionError::NotCoordinator);
+            return Err(self.unready());
         }
         Ok(match self.registry.report(number, node, report) {
             CoordinatorReply::Abort if !self.term.is_ready() => CoordinatorReply::Wait,
@@ -168,12 +168,23 @@ impl Coordinator {
     pub(crate) fn list_datasets(&self, epoch: u32) -> Result<Vec<ListedDataset>, SubscriptionError> {
         // A coordinator that has just heard that it was lost may show datasets that are gone. One that has not heard of this epoch
         // may publish a dataset without asking the node that asks now.
-        let roster = self.context.peers.roster();
-        let is_coordinator = roster.coordinator() == self.context.node && roster.epoch() >= epoch;
-        if !is_coordinator || !self.term.is_ready() {
-            return Err(SubscriptionError::NotCoordinator);
+        let (roster, node) = (self.context.peers.roster(), self.context.node);
+        if roster.coordinator() != node || !self.term.is_ready() {
+            return Err(self.unready());
+        }
+        if roster.epoch() < epoch {
+            return Err(SubscriptionError::OldEpoch { node, epoch });
         }
         Ok(self.context.store.listed())
+    }
+
+    /// Returns why this node does not answer as the coordinator now.
+    fn unready(&self) -> SubscriptionError {
+        let (node, coordinator) = (self.context.node, self.context.peers.roster().coordinator());
+        match node == coordinator {
+            true => SubscriptionError::NotReady { node },
+            false => SubscriptionError::NotCoordinator { node, coordinator },
+        }
     }
 
     /// Fails a stage-in, because it failed on a node.

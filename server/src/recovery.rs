@@ -21,8 +21,8 @@ mod pace;
 mod scan;
 mod streams;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use dayfly_meta::id::BlockId;
@@ -53,9 +53,22 @@ async fn only_if(is_on: bool, work: impl Future<Output = ()>) {
 /// How far recovery has come since the members last changed.
 #[derive(Default)]
 pub(crate) struct RecoveryProgress {
+    /// The lost members whose blocks the rest is about.
+    lost: Mutex<NodeSet>,
+    /// Blocks that are read by themselves.
+    read: Progress,
+    /// Blocks for which compressed tars are read again.
+    streamed: Progress,
+}
+
+/// How far recovery has come with the blocks of one kind.
+#[derive(Default)]
+struct Progress {
     wanted: Total,
     recovered: Total,
     failed: Total,
+    /// The datasets whose blocks `wanted` does not count yet.
+    uncounted: AtomicUsize,
 }
 
 #[derive(Default)]
@@ -81,21 +94,57 @@ impl Total {
 }
 
 impl RecoveryProgress {
-    pub(crate) fn status(&self) -> RecoveryStatus {
+    /// Returns the progress with the blocks of `lost`, the members that are lost now.
+    pub(crate) fn status(&self, lost: &NodeSet) -> RecoveryStatus {
+        let known = self.lost();
+        let (mut status, streamed) = (self.read.status(), self.streamed.status());
+        status.wanted.add(streamed.wanted);
+        status.recovered.add(streamed.recovered);
+        status.failed.add(streamed.failed);
+        // Recovery learns a moment later than others that members have changed.
+        status.is_scanned &= streamed.is_scanned && *known == *lost;
+        status
+    }
+
+    /// Begins anew with other lost members. Each kind of blocks will be looked for in as many datasets.
+    fn reset(&self, lost: &NodeSet, to_read: usize, to_stream: usize) {
+        let mut known = self.lost();
+        *known = *lost;
+        self.read.reset(to_read);
+        self.streamed.reset(to_stream);
+    }
+
+    fn lost(&self) -> MutexGuard<'_, NodeSet> {
+        self.lost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Progress {
+    fn status(&self) -> RecoveryStatus {
+        // Read first: the blocks of a dataset are counted before the dataset is.
+        let is_scanned = self.uncounted.load(Ordering::Acquire) == 0;
         let (wanted, recovered) = (self.wanted.get(), self.recovered.get());
         // A scan that begins again has not found all of what was recovered yet.
         let wanted = Reads { count: wanted.count.max(recovered.count), bytes: wanted.bytes.max(recovered.bytes) };
-        RecoveryStatus { wanted, recovered, failed: self.failed.get() }
+        RecoveryStatus { wanted, recovered, failed: self.failed.get(), is_scanned }
     }
 
-    fn reset(&self) {
+    fn reset(&self, datasets: usize) {
+        self.uncounted.store(datasets, Ordering::Release);
         [&self.wanted, &self.recovered, &self.failed].into_iter().for_each(|total| total.set(Reads::default()));
     }
 
-    /// Prepares for a scan that will find again what could not be recovered so far.
-    fn begin_pass(&self) {
+    /// Prepares for a scan of `datasets` datasets that will find again what could not be recovered so far.
+    fn begin_pass(&self, datasets: usize) {
+        self.uncounted.store(datasets, Ordering::Release);
         self.wanted.set(self.recovered.get());
         self.failed.set(Reads::default());
+    }
+
+    /// Counts the blocks that were found in one more dataset.
+    fn count(&self, found: Reads) {
+        self.wanted.add(found);
+        self.uncounted.fetch_sub(1, Ordering::Release);
     }
 }
 
@@ -118,13 +167,14 @@ impl Recovery {
     pub(crate) async fn run(self) {
         let mut roster = self.peers.roster_changes();
         let mut lost = roster.current().lost();
+        let (reading, streaming) = (self.rate > 0, !self.timeout.is_zero());
+        self.begin_anew(&lost);
         loop {
             let recovering = async {
                 // A new server may learn of a dataset only after it has become a member.
                 while lost.is_empty() && !self.store.datasets().iter().any(|dataset| dataset.is_refilled()) {
                     sleep(RECOVERY_LOOK_INTERVAL).await;
                 }
-                let (reading, streaming) = (self.rate > 0, !self.timeout.is_zero());
                 tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(&lost)));
             };
             tokio::select! {
@@ -137,11 +187,17 @@ impl Recovery {
                 continue;
             }
             lost = now_lost;
-            self.progress.reset();
+            self.begin_anew(&lost);
             if let Err(error) = self.room.plan_cache().await {
                 tracing::warn!(%error, "cannot plan again which blocks this node caches after the members have changed");
             }
         }
+    }
+
+    /// Forgets the progress, because other members are lost now.
+    fn begin_anew(&self, lost: &NodeSet) {
+        let datasets = if lost.is_empty() || self.rate == 0 { 0 } else { self.store.datasets().len() };
+        self.progress.reset(lost, datasets, if self.timeout.is_zero() { 0 } else { datasets });
     }
 
     /// Recovers all datasets, and does so again whenever room has been planned again or some blocks have failed. Runs until it is
@@ -151,11 +207,12 @@ impl Recovery {
         let mut pause = RECOVERY_PAUSE_MIN;
         loop {
             let plan = self.room.plans();
-            self.progress.begin_pass();
-            for dataset in self.store.datasets() {
+            let datasets = self.store.datasets();
+            self.progress.read.begin_pass(datasets.len());
+            for dataset in datasets {
                 self.recover_dataset(&dataset, lost, &mut pace).await;
             }
-            let RecoveryStatus { wanted, recovered, failed } = self.progress.status();
+            let RecoveryStatus { wanted, recovered, failed, .. } = self.progress.read.status();
             if recovered.count > 0 || failed.count > 0 {
                 let (blocks, bytes, failures) = (recovered.count, recovered.bytes, failed.count);
                 tracing::info!(wanted = wanted.count, blocks, bytes, failures, "recovered blocks of lost nodes");
@@ -175,7 +232,7 @@ impl Recovery {
             let scan = move || window(&scanned, &lost, after, RECOVERY_WINDOW_BLOCKS);
             let Ok(Window { blocks, is_last, found }) = self.blocking.run(scan).await else { return };
             if after.is_none() {
-                self.progress.wanted.add(found);
+                self.progress.read.count(found);
             }
             let mut rest = &blocks[..];
             while !rest.is_empty() {
@@ -223,15 +280,54 @@ impl Recovery {
         let absent: Vec<BlockId> = absent.into_iter().filter(|&block| dataset.is_selected(block)).collect();
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
         let total = |blocks: &[BlockId]| Reads { count: blocks.len() as u64, bytes: blocks.iter().map(len).sum() };
-        self.progress.recovered.add(total(&here));
+        self.progress.read.recovered.add(total(&here));
         if absent.is_empty() {
             return !dataset.is_gone();
         }
         pace.pass(total(&absent).bytes).await;
         self.fetcher.let_readers_go_first().await;
         let outcome = self.fetcher.recover(dataset, &absent).await;
-        self.progress.recovered.add(total(&outcome.recovered));
-        self.progress.failed.add(total(&outcome.failed));
+        self.progress.read.recovered.add(total(&outcome.recovered));
+        self.progress.read.failed.add(total(&outcome.failed));
         !outcome.is_full && !dataset.is_gone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use dayfly_meta::id::NodeId;
+
+    use super::*;
+
+    fn blocks(count: u64) -> Reads {
+        Reads { count, bytes: count * 10 }
+    }
+
+    #[test]
+    fn the_wanted_blocks_are_a_lower_bound_until_those_of_all_datasets_are_counted() {
+        let (progress, nobody) = (RecoveryProgress::default(), NodeSet::new());
+        let lost: NodeSet = [NodeId(3)].into_iter().collect();
+        assert!(progress.status(&nobody).is_scanned, "there is nothing to look for");
+        assert!(!progress.status(&lost).is_scanned, "the loss is not known here yet");
+        progress.reset(&lost, 2, 2);
+        assert!(!progress.status(&lost).is_scanned);
+        progress.read.begin_pass(2);
+        progress.read.count(blocks(5));
+        progress.read.recovered.add(blocks(5));
+        progress.read.count(blocks(7));
+        assert!(!progress.status(&lost).is_scanned, "blocks of compressed tars are not counted yet");
+        progress.streamed.begin_pass(2);
+        progress.streamed.count(blocks(0));
+        progress.streamed.count(blocks(100));
+        progress.streamed.recovered.add(blocks(1));
+        let status = progress.status(&lost);
+        assert_eq!((status.wanted, status.recovered, status.is_scanned), (blocks(112), blocks(6), true));
+        // A new pass of one kind does not forget what the other has counted.
+        progress.read.begin_pass(1);
+        let status = progress.status(&lost);
+        assert_eq!((status.wanted, status.recovered, status.is_scanned), (blocks(105), blocks(6), false));
+        progress.read.count(blocks(7));
+        assert_eq!((progress.status(&lost).wanted, progress.status(&lost).is_scanned), (blocks(112), true));
+        assert!(!progress.status(&nobody).is_scanned, "the return is not known here yet");
     }
 }

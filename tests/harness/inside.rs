@@ -190,9 +190,14 @@ impl Inside {
     /// Stages in a source at `/dayfly/d`. If `replace` is true, the stage-in may replace a dataset
     /// there.
     pub(crate) fn stage_over(&self, source: &Path, replace: bool) -> Result<Summary, String> {
+        self.stage_at(b"d", source, replace)
+    }
+
+    /// Stages in a source at a path below `/dayfly`.
+    pub(crate) fn stage_at(&self, target: &[u8], source: &Path, replace: bool) -> Result<Summary, String> {
         let request = StageInRequest {
             sources: vec![source.as_os_str().as_encoded_bytes().to_vec()],
-            target: b"d".to_vec(),
+            target: target.to_vec(),
             selection: Selection::default(),
             seed: 1,
             replace,

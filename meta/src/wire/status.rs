@@ -274,6 +274,9 @@ pub struct RecoveryStatus {
     pub recovered: Reads,
     /// The blocks that could not be read. The node tries again later.
     pub failed: Reads,
+    /// Whether the node has looked through all datasets, so that [`Self::wanted`] counts all blocks. If `--recovery-rate` is 0, there
+    /// is nothing to look for.
+    pub is_scanned: bool,
 }
 
 /// The traffic that a node received from one owner.

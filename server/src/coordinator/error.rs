@@ -20,8 +20,11 @@ use crate::stage_in::NodeStageInError;
 
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CoordinatorError {
-    #[error("canceled")]
+    #[error("canceled, because the command that started the stage-in has ended, or its node does not ask for events anymore")]
     Cancelled,
+    /// Nobody is left who waits for the stage-in.
+    #[error("node {0}, on which this stage-in was started, was lost meanwhile; start the stage-in again")]
+    AskerLost(NodeId),
     #[error("'{0}' cannot be the path of a dataset: it has an empty, '.' or '..' component, or none at all")]
     InvalidTarget(String),
     #[error("another stage-in to '{0}' is running; wait until it has ended")]
@@ -217,5 +220,15 @@ mod tests {
         assert!(failed(RejectionKind::NoSuchStageIn).is_absence());
         assert!(failed(RejectionKind::PeerFailed).is_absence());
         assert!(!failed(RejectionKind::SourceFailed).is_absence());
+    }
+
+    #[test]
+    fn a_stage_in_that_is_canceled_without_its_user_says_why_and_does_not_begin_again() {
+        for error in [CoordinatorError::Cancelled, CoordinatorError::AskerLost(NodeId(3))] {
+            let message = error.to_string();
+            assert!(message.contains("node") && message.contains("stage-in"), "{message}");
+            assert!(!error.is_absence());
+        }
+        assert!(CoordinatorError::AskerLost(NodeId(3)).to_string().starts_with("node 3, on which"));
     }
 }

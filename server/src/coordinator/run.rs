@@ -368,8 +368,7 @@ async fn watch_progress<T>(
         }
         let roster = context.peers.roster();
         if !roster.is_live(from) {
-            // Nobody is left who waits for it.
-            return Err(CoordinatorError::Cancelled);
+            return Err(CoordinatorError::AskerLost(from));
         }
         for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
             // Once the catalog is there, its dataset can do without the node.

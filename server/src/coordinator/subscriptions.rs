@@ -8,6 +8,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::FORWARDED_STAGE_INS_MAX;
 use dayfly_meta::wire::control::Event;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
@@ -17,8 +18,21 @@ use tokio::time::{Instant, sleep, timeout};
 /// Why a subscription cannot be opened, or has no next event.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum SubscriptionError {
-    #[error("this node does not coordinate stage-ins, or not yet")]
-    NotCoordinator,
+    /// The roster of this node names another coordinator.
+    #[error(
+        "node {node} does not coordinate stage-ins, because it takes node {coordinator} for the coordinator; run 'dayfly status' on \
+         node {node} to see which nodes it does not reach"
+    )]
+    NotCoordinator { node: NodeId, coordinator: NodeId },
+    /// This node is still ending the stage-ins of an earlier coordinator.
+    #[error(
+        "node {node} has become the coordinator of stage-ins, and begins none before each live node has answered it; run 'dayfly \
+         status' on node {node} to see which does not, and try again when all do"
+    )]
+    NotReady { node: NodeId },
+    /// The asker knows a newer roster.
+    #[error("node {node} coordinates stage-ins, and has not heard of membership epoch {epoch} yet; try again in a moment")]
+    OldEpoch { node: NodeId, epoch: u32 },
     #[error(
         "{FORWARDED_STAGE_INS_MAX} stage-ins are running or waiting, and a session takes no more; try again when one has ended"
     )]
@@ -32,7 +46,9 @@ pub(crate) enum SubscriptionError {
 impl From<SubscriptionError> for Rejection {
     fn from(error: SubscriptionError) -> Self {
         let kind = match error {
-            SubscriptionError::NotCoordinator => RejectionKind::NotCoordinator,
+            SubscriptionError::NotCoordinator { .. }
+            | SubscriptionError::NotReady { .. }
+            | SubscriptionError::OldEpoch { .. } => RejectionKind::NotCoordinator,
             SubscriptionError::TooMany => RejectionKind::Busy,
             SubscriptionError::Expired => RejectionKind::Cancelled,
             SubscriptionError::Ended => RejectionKind::NoSuchStageIn,
@@ -183,6 +199,19 @@ mod tests {
         }
         subscriptions.expire(number).await;
         assert!(sender.is_closed());
+    }
+
+    #[test]
+    fn a_node_that_does_not_coordinate_stage_ins_says_which_node_it_is_and_what_to_do() {
+        let node = NodeId(7);
+        let errors = [SubscriptionError::NotCoordinator { node, coordinator: NodeId(2) }, SubscriptionError::NotReady { node }];
+        for error in errors {
+            let rejection = Rejection::from(error);
+            // The node that was asked for the stage-in asks again for a while because of the kind, and shows only the reason.
+            assert_eq!(rejection.kind, RejectionKind::NotCoordinator);
+            assert!(rejection.reason.starts_with("node 7 "), "{}", rejection.reason);
+            assert!(rejection.reason.contains("run 'dayfly status' on node 7 to see which"), "{}", rejection.reason);
+        }
     }
 
     #[test]

@@ -2,8 +2,12 @@
 //!
 //! A dial runs as a task of its own. All requests that need the peer during that time share the dial. None of them waits longer
 //! than its own deadline allows, and a later request finds the dial's outcome.
+//!
+//! The log says when the peer is lost, when it cannot be reached, and when it can be reached again. A peer that stays away is dialed
+//! as long as the session lasts, so of its failed dials only the 1st, 2nd, 4th, 8th and so on are logged.
 
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -33,12 +37,19 @@ struct LastDial {
     dial: Option<Arc<Dial>>,
     /// The task of a dial in progress. It ends with the dialer.
     task: JoinSet<()>,
+    /// How many dials have failed since the peer was last reached.
+    failed_dials: Arc<AtomicU32>,
+}
+
+impl LastDial {
+    fn none(address: SocketAddr) -> Self {
+        Self { address, dial: None, task: JoinSet::new(), failed_dials: Arc::default() }
+    }
 }
 
 impl Dialer {
     pub(super) fn new(peer: NodeId, address: SocketAddr, deadlines: &Deadlines) -> Self {
-        let last_dial = LastDial { address, dial: None, task: JoinSet::new() };
-        Self { peer, redial: deadlines.redial, last_dial: Mutex::new(last_dial) }
+        Self { peer, redial: deadlines.redial, last_dial: Mutex::new(LastDial::none(address)) }
     }
 
     pub(super) fn peer(&self) -> NodeId {
@@ -51,7 +62,7 @@ impl Dialer {
 
     /// Dials the peer at this address from now on, because its server was replaced or has returned.
     pub(super) fn redirect(&self, address: SocketAddr) {
-        *self.last_dial() = LastDial { address, dial: None, task: JoinSet::new() };
+        *self.last_dial() = LastDial::none(address);
     }
 
     fn last_dial(&self) -> MutexGuard<'_, LastDial> {
@@ -79,7 +90,7 @@ impl Dialer {
     /// Returns the last dial, or starts a new one if the last can no longer be used.
     fn usable_dial(&self, transport: &Arc<dyn Transport>) -> Arc<Dial> {
         let mut last_dial = self.last_dial();
-        let LastDial { address, dial, task } = &mut *last_dial;
+        let LastDial { address, dial, task, failed_dials } = &mut *last_dial;
         let address = *address;
         if let Some(dial) = dial {
             let is_usable = match dial.get() {
@@ -99,12 +110,23 @@ impl Dialer {
             }
         }
         let new = Arc::new(Dial::new());
-        let (transport, peer, dialing) = (transport.clone(), self.peer, new.clone());
+        let (transport, peer, dialing, failed_dials) = (transport.clone(), self.peer, new.clone(), failed_dials.clone());
         *task = JoinSet::new();
         task.spawn(async move {
             let outcome = transport.connect(peer, address).await;
-            if let Err(error) = &outcome {
-                tracing::warn!(%peer, %address, %error, "cannot reach a peer");
+            match &outcome {
+                Ok(_) => {
+                    let failed_dials = failed_dials.swap(0, Ordering::Relaxed);
+                    if failed_dials > 0 {
+                        tracing::info!(%peer, %address, failed_dials, "reached a peer");
+                    }
+                }
+                Err(error) => {
+                    let failed_dials = failed_dials.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+                    if failed_dials.is_power_of_two() {
+                        tracing::warn!(%peer, %address, failed_dials, %error, "cannot reach a peer");
+                    }
+                }
             }
             // This cannot fail, because only this task sets the outcome. The outcome stays until the next dial, even if nothing
             // waits for it anymore.
@@ -118,22 +140,57 @@ impl Dialer {
 #[cfg(test)]
 mod tests {
     use std::io;
-    use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
 
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
     use dayfly_transport::{Ability, Agreement, LossCause, Offered, Pulled, Region, Service, Serving, Slot};
     use tokio::sync::watch;
+    use tokio::time::sleep;
+    use tracing::span;
 
     use super::*;
 
-    /// A peer that can be reached once the test opens it.
+    /// A peer that can be reached once the test opens it. If the test drops the sender instead, each dial fails.
     struct Slow {
         dials: AtomicUsize,
         open: watch::Receiver<bool>,
+        /// Whether its connections are lost.
+        is_lost: Arc<AtomicBool>,
     }
 
-    struct TestConnection(AtomicBool);
+    impl Slow {
+        fn new(open: watch::Receiver<bool>) -> Arc<Self> {
+            Arc::new(Self { dials: AtomicUsize::new(0), open, is_lost: Arc::default() })
+        }
+    }
+
+    struct TestConnection(Arc<AtomicBool>);
+
+    /// Counts the lines of the log.
+    struct LineCounter(Arc<AtomicUsize>);
+
+    impl tracing::Subscriber for LineCounter {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+
+        fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+            span::Id::from_u64(1)
+        }
+
+        fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+        fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+        fn event(&self, _: &tracing::Event<'_>) {
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn enter(&self, _: &span::Id) {}
+
+        fn exit(&self, _: &span::Id) {}
+    }
 
     #[async_trait]
     impl Connection for TestConnection {
@@ -164,7 +221,7 @@ mod tests {
             let lost = || TransportError::Lost { peer, address, cause: LossCause::Closed };
             self.dials.fetch_add(1, Ordering::Relaxed);
             self.open.clone().wait_for(|open| *open).await.map_err(|_| lost())?;
-            Ok(Arc::new(TestConnection(AtomicBool::new(false))))
+            Ok(Arc::new(TestConnection(self.is_lost.clone())))
         }
 
         async fn serve(&self, _service: Arc<dyn Service>) -> io::Result<Serving> {
@@ -192,7 +249,7 @@ mod tests {
     #[tokio::test]
     async fn requests_share_a_dial_that_continues_past_their_deadlines() {
         let (open, opened) = watch::channel(false);
-        let slow = Arc::new(Slow { dials: AtomicUsize::new(0), open: opened });
+        let slow = Slow::new(opened);
         let transport: Arc<dyn Transport> = slow.clone();
         let address = "127.0.0.1:1".parse().unwrap();
         let dialer = Dialer::new(NodeId(1), address, &Deadlines::DEFAULT);
@@ -212,7 +269,7 @@ mod tests {
         // All requests that come soon after a failure share that failure.
         drop(open);
         let (_, closed) = watch::channel(false);
-        let gone = Arc::new(Slow { dials: AtomicUsize::new(0), open: closed });
+        let gone = Slow::new(closed);
         let (transport, dialer): (Arc<dyn Transport>, Dialer) =
             (gone.clone(), Dialer::new(NodeId(1), address, &Deadlines::DEFAULT));
         for _ in 0..2 {
@@ -220,5 +277,30 @@ mod tests {
         }
         assert!(dialer.is_lost());
         assert_eq!(gone.dials.load(Ordering::Relaxed), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_that_stays_away_is_logged_less_and_less_often() {
+        let lines = Arc::new(AtomicUsize::new(0));
+        let _log = tracing::subscriber::set_default(LineCounter(lines.clone()));
+        let logged = || lines.swap(0, Ordering::Relaxed);
+        let dialer = Dialer::new(NodeId(1), "127.0.0.1:1".parse().unwrap(), &Deadlines::DEFAULT);
+        let dial = async |peer: &Arc<Slow>, times: usize| {
+            let transport: Arc<dyn Transport> = peer.clone();
+            for _ in 0..times {
+                drop(dialer.connection(&transport, Duration::from_secs(5)).await);
+                sleep(Deadlines::DEFAULT.redial).await;
+            }
+        };
+        let ((_, closed), (_open, opened)) = (watch::channel(false), watch::channel(true));
+        let (away, here) = (Slow::new(closed), Slow::new(opened));
+        dial(&away, 100).await;
+        assert_eq!(away.dials.load(Ordering::Relaxed), 100);
+        assert_eq!(logged(), 7, "the failures 1, 2, 4, 8, 16, 32 and 64");
+        dial(&here, 3).await;
+        assert_eq!((logged(), here.dials.load(Ordering::Relaxed)), (1, 1), "the peer is reached");
+        here.is_lost.store(true, Ordering::Relaxed);
+        dial(&away, 3).await;
+        assert_eq!(logged(), 3, "the peer is lost, and the failures 1 and 2");
     }
 }

@@ -43,12 +43,14 @@ impl Recovery {
             let plan = self.room.plans();
             let mut has_failed = false;
             if self.rate > 0 {
-                for dataset in self.store.datasets() {
+                let datasets = self.store.datasets();
+                self.progress.streamed.begin_pass(datasets.len());
+                for dataset in datasets {
                     let (scanned, lost_now) = (dataset.clone(), *lost);
                     let Ok((sources, found)) = self.blocking.run(move || streamed_sources(&scanned, &lost_now)).await else {
                         continue;
                     };
-                    self.progress.wanted.add(found);
+                    self.progress.streamed.count(found);
                     for source in sources {
                         self.stream_demanded(lost).await;
                         has_failed |= !self.stream(&dataset, source, lost, Some(&mut pace)).await;
@@ -178,7 +180,7 @@ impl Recovery {
             }
             let read = Reads { count: part.chunks.len() as u64, bytes: part.len as u64 };
             self.fetcher.store_streamed(dataset, part.chunks).await;
-            self.progress.recovered.add(read);
+            self.progress.streamed.recovered.add(read);
         }
         match reading.as_mut().await {
             Ok(Ok(())) => Ok(()),

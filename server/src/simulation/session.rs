@@ -36,7 +36,9 @@ const HANG: Duration = Duration::from_secs(1800);
 /// A stage-in ends within this time, whatever happens, because it only waits for one deadline after another.
 const STAGE_IN_MAX: Duration = Duration::from_secs(240);
 /// What the error of a stage-in may name as its cause, apart from the paths of sources.
-const CAUSES: [&str; 4] = ["node ", "canceled", "has not heard from the supervisor", "--copies 2 needs at least 2 nodes"];
+const CAUSES: [&str; 4] = ["node ", CANCELED, "has not heard from the supervisor", "--copies 2 needs at least 2 nodes"];
+/// What a user sees who cancels a stage-in.
+const CANCELED: &str = "the simulated user canceled it";
 /// After this time without faults, everything that was in flight has ended.
 const QUIET: Duration = Duration::from_secs(120);
 
@@ -287,7 +289,7 @@ impl Session<'_> {
         let ended = tokio::select! {
             biased;
             ended = end => ended,
-            () = cancelled => Err("canceled".to_owned()),
+            () = cancelled => Err(CANCELED.to_owned()),
         };
         drop(events);
         // The stage-in must end on its own, even if nobody receives its events.

@@ -32,6 +32,11 @@ pub(crate) struct UpArguments {
     ///
     /// Your next job on the same nodes then finds the session, and ends it with 'dayfly down'. This
     /// works only where servers may outlive a job, for example with --launcher ssh.
+    ///
+    /// The supervisor ends with this job. After that, the session cannot recover from the loss of a
+    /// node: if a server dies, all stage-ins fail, nothing is recovered in the background, and no new
+    /// server is started. Reads continue as far as other nodes have the blocks or can read their
+    /// sources.
     #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Lifetime")]
     pub(crate) keep: Option<Duration>,
     /// Stay in the foreground until the session ends, and end the session when interrupted.

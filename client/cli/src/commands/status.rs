@@ -141,7 +141,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { recovery, .. }) = status else { continue };
-        if recovery.wanted.count > 0 {
+        if recovery.wanted.count > 0 || !recovery.is_scanned {
             print_line!("node {node} {}", recovery_line(recovery));
         }
     }
@@ -172,13 +172,14 @@ fn show_tables(session: &Session, status: &SessionStatus) {
 
 /// Says how far a node has come with the blocks of lost nodes.
 fn recovery_line(recovery: &RecoveryStatus) -> String {
-    let RecoveryStatus { wanted, recovered, failed } = recovery;
+    let RecoveryStatus { wanted, recovered, failed, is_scanned } = recovery;
+    let at_least = if *is_scanned { "" } else { "at least " };
     let failures = match failed.count {
         0 => String::new(),
         count => format!("; {} could not be read, and will be tried again", units::counted(count, "block")),
     };
     format!(
-        "has recovered {} of {} of lost nodes, {} of {}{failures}",
+        "has recovered {} of {at_least}{} of lost nodes, {} of {at_least}{}{failures}",
         recovered.count,
         units::counted(wanted.count, "block"),
         show(recovered.bytes),
@@ -278,8 +279,8 @@ fn origins(status: &NodeStatus) -> Value {
 
 fn recovery_as_json(recovery: &RecoveryStatus) -> Value {
     let one = |reads: &Reads| json!({ "blocks": reads.count, "bytes": reads.bytes });
-    let RecoveryStatus { wanted, recovered, failed } = recovery;
-    json!({ "wanted": one(wanted), "recovered": one(recovered), "failed": one(failed) })
+    let RecoveryStatus { wanted, recovered, failed, is_scanned } = recovery;
+    json!({ "wanted": one(wanted), "recovered": one(recovered), "failed": one(failed), "is_scanned": is_scanned })
 }
 
 fn by_source(reads: &[Reads; SOURCES]) -> Value {
@@ -291,13 +292,17 @@ fn by_source(reads: &[Reads; SOURCES]) -> Value {
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "As long as a node has not looked through all datasets, it says "at least"."
     #[test]
     fn the_line_about_recovery_says_how_much_is_done_and_what_failed() {
         let reads = |count| Reads { count, bytes: count << 20 };
-        let recovery = RecoveryStatus { wanted: reads(10), recovered: reads(7), failed: reads(0) };
+        let recovery = RecoveryStatus { wanted: reads(10), recovered: reads(7), failed: reads(0), is_scanned: true };
         assert_eq!(recovery_line(&recovery), "has recovered 7 of 10 blocks of lost nodes, 7.0MiB of 10.0MiB");
         let line = recovery_line(&RecoveryStatus { failed: reads(1), ..recovery });
         assert!(line.ends_with("; 1 block could not be read, and will be tried again"), "{line}");
         assert_eq!(recovery_as_json(&recovery)["recovered"], json!({ "blocks": 7, "bytes": 7 << 20 }));
+        let unfinished = RecoveryStatus { is_scanned: false, ..recovery };
+        assert_eq!(recovery_line(&unfinished), "has recovered 7 of at least 10 blocks of lost nodes, 7.0MiB of at least 10.0MiB");
+        assert_eq!(recovery_as_json(&unfinished)["is_scanned"], false);
     }
 }

@@ -1,11 +1,12 @@
 //! `dayfly verify`: reads every block back, as a program on another node would, and checks it. A
-//! bad cached block is replaced when it is found.
+//! bad cached block is replaced when it is found. Nothing is read through a node that is lost.
 
 use std::collections::BTreeSet;
 use std::io::{self, IsTerminal};
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
@@ -16,6 +17,7 @@ use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::path::{components, join};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use super::query;
 use crate::args::VerifyArguments;
 use crate::failure::{Failure, complain, print_line};
 use crate::namespace::{self, about};
@@ -26,8 +28,16 @@ const BLOCKS_PER_CALL: usize = 4096;
 
 pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     let location = namespace::location()?;
-    let nodes = location.live_nodes();
-    let below = arguments.path.map_or_else(|| Ok(Vec::new()), |path| below_prefix(&location, path.as_bytes()))?;
+    let (nodes, lost) = members(&location)?;
+    let names = |nodes: &[NodeId]| nodes.iter().map(NodeId::to_string).collect::<Vec<_>>().join(", ");
+    let Some(&first) = nodes.first() else {
+        let lost = names(&lost);
+        return Err(Failure::new(format!("all nodes on this machine are lost ({lost}); run this command on another machine")));
+    };
+    if !lost.is_empty() {
+        complain(format_args!("nothing is read through nodes that are lost: {}", names(&lost)));
+    }
+    let below = arguments.path.map_or_else(|| Ok(Vec::new()), |path| below_prefix(&location, first, path.as_bytes()))?;
     let start = Instant::now();
     let checker = Checker {
         location: &location,
@@ -83,9 +93,39 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
+/// Returns the nodes whose servers live on this machine: those that are members of the session, and
+/// those that are lost.
+fn members(location: &SessionFolder) -> Result<(Vec<NodeId>, Vec<NodeId>), Failure> {
+    let nodes = location.live_nodes();
+    let (sender, answers) = mpsc::channel();
+    // The server of a lost node may stand still, and then a request to it takes half a minute. So
+    // all servers are asked at once, and the first status counts.
+    for &node in &nodes {
+        let (location, sender) = (location.clone(), sender.clone());
+        // A thread that is still waiting ends with this process.
+        thread::spawn(move || {
+            let status = query::status_from(&location, node).map(|(_, status)| status);
+            // Nobody waits for the later answers.
+            let _ = sender.send(status);
+        });
+    }
+    drop(sender);
+    let mut failure = Failure::from(ClientError::NoSession);
+    for answer in answers {
+        match answer {
+            Ok(status) => {
+                let is_lost = |node: NodeId| status.nodes.iter().any(|entry| entry.node == node && entry.lost_for_ms.is_some());
+                return Ok(nodes.into_iter().partition(|&node| !is_lost(node)));
+            }
+            Err(error) => failure = error,
+        }
+    }
+    Err(failure)
+}
+
 /// Returns the part of an existing path that follows the prefix.
-fn below_prefix(location: &SessionFolder, path: &[u8]) -> Result<Vec<u8>, Failure> {
-    let view = View::new(Session::attach(location)?);
+fn below_prefix(location: &SessionFolder, node: NodeId, path: &[u8]) -> Result<Vec<u8>, Failure> {
+    let view = View::new(Session::attach_to(location, node)?);
     // The path is resolved as the user wrote it, so that a wrong path is an error and not an empty
     // success.
     let canonical = view.canonical(path).map_err(|error| Failure::new(about(path, &error)))?;
