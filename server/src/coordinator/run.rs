@@ -112,7 +112,8 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    let participants: Vec<NodeId> = context.peers.roster().live().collect();
+    let roster = context.peers.roster();
+    let participants: Vec<NodeId> = roster.live().collect();
     // The plan needs room too, because it is written to a data dir.
     make_headroom(context, &participants).await?;
     let planning = CancelOnDrop::default();
@@ -145,9 +146,8 @@ async fn run_to_end(
     let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
-    let nodes = (context.node, participants, context.peers.count());
     let state = (unit_ledger, plan_drive, plan.counts);
-    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, nodes, *context.deadlines()));
+    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, (context.node, &roster), *context.deadlines()));
     coordinator.registry.insert(stage_in.clone());
     let publication = Publication {
         coordinator,
@@ -371,12 +371,11 @@ async fn watch_progress<T>(
             // Nobody is left who waits for it.
             return Err(CoordinatorError::Cancelled);
         }
-        for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
-            // Once the catalog is there, its dataset can do without the node.
-            if !is_publishing && !stage_in.go_on_without(node) {
+        for node in stage_in.lost(&roster) {
+            let goes_on = if is_publishing { stage_in.publish_without(node) } else { stage_in.go_on_without(node) };
+            if !goes_on {
                 return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
             }
-            stage_in.drop_participant(node);
             tracing::warn!(%node, "a stage-in goes on without a lost node");
             let _ = events.send(Event::WentOn { node }).await;
         }
