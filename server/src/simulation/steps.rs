@@ -44,8 +44,7 @@ const STEPS: [(&str, u32); 12] = [
     ("Commit", 3),
     ("Settle", 2),
 ];
-const BLOWS: [Blow; 3] =
-    [Blow::Kill, Blow::Freeze(Duration::from_secs(10)), Blow::Freeze(Duration::from_secs(45))];
+const BLOWS: [Blow; 3] = [Blow::Kill, Blow::Freeze(Duration::from_secs(10)), Blow::Freeze(Duration::from_secs(45))];
 /// The nodes that are struck at the same time. Node 0 coordinates.
 const VICTIMS: [&[u16]; 6] = [&[0], &[1], &[2], &[3], &[0, 2], &[1, 3]];
 
@@ -157,10 +156,7 @@ fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
     let stride = if std::env::var_os(ALL).is_some() { 1 } else { ONE_IN };
     let cases = Case::all();
     let pool = Pool::default();
-    let broken: Vec<String> = cases
-        .iter()
-        .step_by(stride)
-        .filter_map(|case| Some(format!("{case}: {}", case.play(&sources, &pool)?)))
-        .collect();
+    let broken: Vec<String> =
+        cases.iter().step_by(stride).filter_map(|case| Some(format!("{case}: {}", case.play(&sources, &pool)?))).collect();
     assert!(broken.is_empty(), "{} cases broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
 }
