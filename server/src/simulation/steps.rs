@@ -9,7 +9,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::Copies;
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_transport::Agreement;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::faults::{Blow, Fault, apply};
 use super::jobs::{Jobs, Pool};
@@ -48,6 +48,9 @@ const BLOWS: [Blow; 3] = [Blow::Kill, Blow::Freeze(Duration::from_secs(10)), Blo
 /// The nodes that are struck at the same time. Node 0 coordinates.
 const VICTIMS: [&[u16]; 6] = [&[0], &[1], &[2], &[3], &[0, 2], &[1, 3]];
 
+/// How a stage-in ended, and how long it took.
+type Ended = (Result<(), String>, Duration);
+
 struct Case {
     seed: u64,
     is_compressed: bool,
@@ -83,31 +86,42 @@ impl Case {
 
     /// Plays the case, and returns the promises that it broke.
     fn play(&self, sources: &[Source; 2], pool: &Pool) -> Option<String> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
-        let folder = scratch();
         let source = &sources[usize::from(self.is_compressed)];
-        runtime.block_on(async {
-            let mut random = Random::new(self.seed);
-            let folders = vec![folder.path().display().to_string()];
-            let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, false);
-            let jobs = Jobs::new(Random::new(random.next()), pool.clone());
-            let session = Session {
-                net,
-                seed: self.seed,
-                folder: folder.path(),
-                report: Arc::default(),
-                bug: None,
-                capacity: 16 << 20,
-                pfs_streams: 16,
-                copies: Copies::Number(self.copies),
-                files: &|_| Arc::new(SystemFiles),
-            };
-            session.strike(self, source, &mut random, jobs.clone()).await;
-            let mut outcome = session.report.lock().unwrap().clone();
-            outcome.broken.extend(jobs.panics().into_iter().map(|panic| format!("a job panicked: {panic}")));
-            outcome.failure()
-        })
+        let play = async |session: &Session<'_>, random: &mut Random, jobs| session.strike(self, source, random, jobs).await;
+        in_session(self.seed, self.copies, pool, play).0
     }
+}
+
+/// Runs a test in a simulated session. Returns the promises that it broke, and the test's result.
+fn in_session<T>(
+    seed: u64,
+    copies: u16,
+    pool: &Pool,
+    test: impl AsyncFnOnce(&Session<'_>, &mut Random, Arc<Jobs>) -> T,
+) -> (Option<String>, T) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let folder = scratch();
+    runtime.block_on(async {
+        let mut random = Random::new(seed);
+        let folders = vec![folder.path().display().to_string()];
+        let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, false);
+        let jobs = Jobs::new(Random::new(random.next()), pool.clone());
+        let session = Session {
+            net,
+            seed,
+            folder: folder.path(),
+            report: Arc::default(),
+            bug: None,
+            capacity: 16 << 20,
+            pfs_streams: 16,
+            copies: Copies::Number(copies),
+            files: &|_| Arc::new(SystemFiles),
+        };
+        let result = test(&session, &mut random, jobs.clone()).await;
+        let mut outcome = session.report.lock().unwrap().clone();
+        outcome.broken.extend(jobs.panics().into_iter().map(|panic| format!("a job panicked: {panic}")));
+        (outcome.failure(), result)
+    })
 }
 
 impl std::fmt::Display for Case {
@@ -119,6 +133,26 @@ impl std::fmt::Display for Case {
 }
 
 impl Session<'_> {
+    /// Stages in while the coordinator and another node do not hear each other, and returns how that ended and how long it took.
+    async fn stage_in_beside_a_cut(&self, source: &Source, random: &mut Random, jobs: Arc<Jobs>, lasts: Duration) -> Ended {
+        let servers = self.start(NODES, random, jobs).await;
+        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
+        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
+        let (net, shared) = (self.net.clone(), supervisor.shared().clone());
+        let cutting = tokio::spawn(async move { apply(&net, &shared, Fault::Silence(NodeId(0), NodeId(2), lasts)).await });
+        tokio::task::yield_now().await;
+        let start = Instant::now();
+        let staged = self.stage_in(&servers[1], &[source], TARGET, std::future::pending()).await;
+        let took = start.elapsed();
+        cutting.await.unwrap();
+        sleep(BLOWS_END).await;
+        self.check_agreement(&servers, TARGET, &staged);
+        drop(supervisor);
+        self.end(servers).await;
+        (staged, took)
+    }
+
     async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) {
         let servers = self.start(NODES, random, jobs).await;
         let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
@@ -159,4 +193,28 @@ fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
     let broken: Vec<String> =
         cases.iter().step_by(stride).filter_map(|case| Some(format!("{case}: {}", case.play(&sources, &pool)?))).collect();
     assert!(broken.is_empty(), "{} cases broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
+}
+
+/// SEMANTICS: "A member that only the coordinator does not reach is waited for as long as it takes to declare a node lost. Then the
+/// stage-in fails, and the error names both nodes."
+#[test]
+fn a_stage_in_waits_for_a_node_that_only_its_coordinator_does_not_reach() {
+    let folder = scratch();
+    let source = Source::write(folder.path(), "plain", &[1000; 40]);
+    let deadlines = Deadlines::DEFAULT;
+    let patience = deadlines.lost_after + deadlines.node_silent;
+    for (lasts, succeeds) in [(patience / 3, true), (4 * patience, false)] {
+        let cut = async |session: &Session<'_>, random: &mut Random, jobs| {
+            session.stage_in_beside_a_cut(&source, random, jobs, lasts).await
+        };
+        let (broken, (staged, took)) = in_session(1, 1, &Pool::default(), cut);
+        assert_eq!(broken, None);
+        match staged {
+            Ok(()) => assert!(succeeds && took < lasts + deadlines.node_silent, "{took:?}"),
+            Err(reason) => {
+                assert!(!succeeds && reason.contains("node 0") && reason.contains("node 2"), "{reason}");
+                assert!(took > patience && took < 2 * patience, "{took:?}: {reason}");
+            }
+        }
+    }
 }
