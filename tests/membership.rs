@@ -292,3 +292,53 @@ fn a_session_survives_down_to_its_last_server() {
     }
     end_from(&cluster, 3);
 }
+
+/// SEMANTICS: "A session whose servers all stand still at the same time, like those of a suspended job, goes on when they
+/// continue: silence alone never ends a session."
+#[test]
+fn a_session_whose_servers_all_stand_still_goes_on() {
+    for nodes in [1, 3] {
+        let ground = Ground::new();
+        fs::create_dir(ground.at("tree")).unwrap();
+        (0..FILES).for_each(|number| fs::write(ground.at(format!("tree/{number}")), content(number, len(number))).unwrap());
+        let cluster = ground.up_with(nodes, &QUICK);
+        cluster.stage_compressed("tree", "/dayfly/d");
+        let servers = cluster.pids();
+        servers.values().for_each(|&pid| signal(pid, Signal::SIGSTOP));
+        // A server that is silent for 3 s is lost.
+        std::thread::sleep(Duration::from_secs(6));
+        servers.values().for_each(|&pid| signal(pid, Signal::SIGCONT));
+        wait_until("all are members", || (0..nodes).all(|node| !is_lost(&cluster, 0, node)));
+        assert_eq!(cluster.pids(), servers);
+        (0..nodes).for_each(|node| read_all(&cluster, node, "d"));
+        cluster.down();
+    }
+}
+
+/// SEMANTICS: "If the last server dies, the session is over. `run` ends its command and exits with 125, `up --foreground` exits with
+/// 1, and both say which server was the last and why it is lost."
+#[test]
+fn a_session_whose_last_server_dies_is_over_and_says_so() {
+    for (words, status) in
+        [(&["run", "--local", "1", "--no-rejoin"][..], 125), (&["up", "--local", "1", "--no-rejoin", "--foreground"], 1)]
+    {
+        let ground = Ground::new();
+        let mut command = ground.dayfly();
+        command.args(words).args(QUICK);
+        if status == 125 {
+            command.args(["--", "sleep", "600"]);
+        }
+        let mut session = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        wait_until("the session runs", || ground.output(&["status"]).status.success());
+        let of_user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
+        let id = fs::read_dir(of_user).unwrap().next().unwrap().unwrap().file_name().into_string().unwrap();
+        let cluster = Cluster { ground, id };
+        cluster.kill(0);
+        let ended = harness::wait_for(&mut session, harness::COMMAND_TIMEOUT).expect("it ends with its session");
+        let mut messages = String::new();
+        session.stderr.take().unwrap().read_to_string(&mut messages).unwrap();
+        assert_eq!(ended.code(), Some(status), "{messages}");
+        assert!(messages.contains("all servers of the session are lost") && messages.contains("node 0"), "{messages}");
+        cluster.wait_until_clean("after the session");
+    }
+}

@@ -12,6 +12,7 @@
 //! - [`supervisor`]: who is a member, by the production rules. Nodes are lost, return, and take over from lost coordinators.
 //! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
 //! - [`origins`]: sessions that read a dataset from its origin, because it does not fit, while the parallel file system fails.
+//! - [`steps`]: nodes that are struck at each step of a stage-in.
 //! - [`planted`]: deliberate bugs that the simulation must find.
 //! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
@@ -23,6 +24,7 @@ mod planted;
 mod random;
 mod session;
 mod source;
+mod steps;
 mod supervisor;
 
 use std::ops::Range;

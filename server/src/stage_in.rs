@@ -211,8 +211,12 @@ impl NodeStageIns {
     /// `published` are settled, the others aborted.
     pub(crate) async fn end_all(&self, published: &HashSet<DatasetId>) -> Result<(), NodeStageInError> {
         for stage_in in self.all() {
-            match stage_in.is_visible() && published.contains(&stage_in.dataset()) {
-                true => self.settle(stage_in.number).await?,
+            // A node that had prepared the dataset has its blocks, though it missed the request to make it visible.
+            match stage_in.is_prepared() && published.contains(&stage_in.dataset()) {
+                true => {
+                    stage_in.commit()?;
+                    self.settle(stage_in.number).await?;
+                }
                 false => self.abort(stage_in.number).await?,
             }
         }

@@ -63,6 +63,17 @@ pub(crate) enum CoordinatorError {
         show_bytes(*stored), show_bytes(free.iter().sum()), by_node(free)
     )]
     NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64> },
+    #[error(
+        "node {coordinator}, which coordinates stage-ins, has not reached node {node} for {seconds} s, although the supervisor hears \
+         of it: {cause}; check the network between the two nodes"
+    )]
+    OutOfReach {
+        node: NodeId,
+        coordinator: NodeId,
+        seconds: u64,
+        #[source]
+        cause: PeerError,
+    },
     #[error("a stage-in needs all nodes: {0}")]
     NodeMissing(#[source] PeerError),
     #[error(transparent)]

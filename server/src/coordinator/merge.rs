@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
-use dayfly_meta::catalog::{About, BuildError, Built, CatalogBuilder, Member, Scratch, Source};
+use dayfly_meta::catalog::{About, BuildError, Built, CatalogBuilder, Compression, Member, MemberKind, Place, Scratch, Source};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
 use dayfly_meta::wire::peer::ReadRequest;
@@ -93,6 +93,17 @@ impl MergeJob {
         Merge::new(self.runs.iter().map(reader).collect())
     }
 
+    /// Returns whether a member can be read from its source by itself.
+    fn has_origin(&self, member: &Member) -> bool {
+        let source = self.sources.get(member.key.source as usize);
+        match &member.kind {
+            MemberKind::File { place, .. } => {
+                !matches!(place, Place::Nested { .. }) && source.is_some_and(|source| source.compression == Compression::None)
+            }
+            _ => true,
+        }
+    }
+
     fn build<I>(&self, scratch: Scratch<'_>, mut histories: Histories<I>, links: &Links) -> Result<Merged, CoordinatorError>
     where
         I: Iterator<Item = io::Result<Member>>,
@@ -108,6 +119,9 @@ impl MergeJob {
             let several = if history.members.len() > 1 { history.members.clone() } else { Vec::new() };
             if let Some((member, names)) = links.outcome(history, &mut refused) {
                 replaced.count_all(&several, &member, &self.rivals);
+                if !self.has_origin(&member) {
+                    self.stage_in.set_needs_all_parts();
+                }
                 builder.add(&path, &member, names)?;
             }
         }

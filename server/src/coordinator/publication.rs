@@ -250,6 +250,12 @@ impl Publication<'_> {
         if !context.membership.tenure().may_publish() {
             return Err(CoordinatorError::CutOff(context.deadlines().publish_lease.as_secs_f64()));
         }
+        // A node may have been lost since the last look.
+        for node in self.stage_in.lost(&context.peers.roster()) {
+            if !self.stage_in.publish_without(node) {
+                return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
+            }
+        }
         match term::carry_out(context, self.stage_in.number, Decision::Commit).await {
             Outcome::Done { strangers } => {
                 term::catch_up(context, strangers).await;

@@ -8,6 +8,7 @@ use dayfly_meta::catalog::{Compression, Source, SourceKind};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{ARCHIVE_GROWTH_GUESS, DATASETS_MAX};
 use dayfly_meta::path::{display, is_normal, join};
+use dayfly_meta::roster::Roster;
 use dayfly_meta::wire::control::{Copies, Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, NodeStageInRequest};
 use dayfly_stagein::StageInError;
@@ -112,7 +113,13 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    let participants: Vec<NodeId> = context.peers.roster().live().collect();
+    let roster = tokio::select! {
+        biased;
+        roster = reach_all(context) => roster?,
+        () = events.closed() => return Err(CoordinatorError::Cancelled),
+        never = report_phase(context, events, Phase::Waiting) => never,
+    };
+    let participants: Vec<NodeId> = roster.live().collect();
     // The plan needs room too, because it is written to a data dir.
     make_headroom(context, &participants).await?;
     let planning = CancelOnDrop::default();
@@ -145,9 +152,8 @@ async fn run_to_end(
     let unit_ledger = UnitLedger::new(plan.units, plan.split_tars);
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
-    let nodes = (context.node, participants, context.peers.count());
     let state = (unit_ledger, plan_drive, plan.counts);
-    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, nodes, *context.deadlines()));
+    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, (context.node, &roster), *context.deadlines()));
     coordinator.registry.insert(stage_in.clone());
     let publication = Publication {
         coordinator,
@@ -245,6 +251,28 @@ async fn make_plan(
         planned.map(|plan| (plan, drive))
     });
     planning.await?.map_err(|error| CoordinatorError::on_node(&context.peers, context.node, error))
+}
+
+/// Waits until this node reaches all members. One that nobody reaches is lost meanwhile, and the stage-in does without it; one that only
+/// this node does not reach ends the stage-in, because it would fail each time that it begins again.
+async fn reach_all(context: &CoordinatorContext) -> Result<Arc<Roster>, CoordinatorError> {
+    let deadlines = context.deadlines();
+    let patience = deadlines.lost_after + deadlines.node_silent;
+    let start = tokio::time::Instant::now();
+    loop {
+        let roster = context.peers.roster();
+        let asking = roster.live().map(|node| async move {
+            let asked = context.peers.ask(node, AdministrationRequest::Status, deadlines.request).await;
+            asked.err().map(|cause| (node, cause))
+        });
+        let mut failures = join_all(asking).await.into_iter().flatten();
+        let Some((node, cause)) = failures.next() else { return Ok(roster) };
+        if start.elapsed() > patience || !cause.is_absence() {
+            let (coordinator, seconds) = (context.node, patience.as_secs());
+            return Err(CoordinatorError::OutOfReach { node, coordinator, seconds, cause });
+        }
+        sleep(deadlines.progress_interval).await;
+    }
 }
 
 /// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
@@ -370,12 +398,11 @@ async fn watch_progress<T>(
         if !roster.is_live(from) {
             return Err(CoordinatorError::AskerLost(from));
         }
-        for node in stage_in.participants().into_iter().filter(|&node| !roster.is_live(node)) {
-            // Once the catalog is there, its dataset can do without the node.
-            if !is_publishing && !stage_in.go_on_without(node) {
+        for node in stage_in.lost(&roster) {
+            let goes_on = if is_publishing { stage_in.publish_without(node) } else { stage_in.go_on_without(node) };
+            if !goes_on {
                 return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
             }
-            stage_in.drop_participant(node);
             tracing::warn!(%node, "a stage-in goes on without a lost node");
             let _ = events.send(Event::WentOn { node }).await;
         }

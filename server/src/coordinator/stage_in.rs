@@ -1,11 +1,12 @@
 //! The state of one stage-in on the coordinator: units to assign, each node's progress, and the first failure.
 
 use std::collections::{BTreeMap, HashSet};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::roster::Roster;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{CoordinatorReply, Sighting, SuspectPath, UnitReport};
 use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
@@ -38,8 +39,9 @@ pub(crate) struct NodeReport {
 pub(crate) struct CoordinatedStageIn {
     pub(super) number: u64,
     coordinator: NodeId,
-    /// The nodes that take part: those that were live when the stage-in began, and have not been lost since.
-    participants: Mutex<Vec<NodeId>>,
+    /// The nodes that take part: those that were live when the stage-in began, and have not been lost since. Each has the
+    /// incarnation with which it began, because a node that was lost takes no part anymore, even if it has returned.
+    participants: Mutex<Vec<(NodeId, u32)>>,
     unit_ledger: Mutex<UnitLedger>,
     /// The drive that stores the list of units.
     plan_drive: Arc<Drive>,
@@ -54,6 +56,8 @@ pub(crate) struct CoordinatedStageIn {
     /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know about the stage-in.
     all_begun: SetOnce<()>,
     all_read: watch::Sender<bool>,
+    /// Set if some of the samples can only be read where they are stored now.
+    needs_all_parts: AtomicBool,
     /// Notified when a unit is reported: another unit may have become assignable, or no unit may be left.
     unit_reported: Notify,
     /// Counts all progress on all nodes. If there is none for too long, the stage-in has stalled.
@@ -71,9 +75,10 @@ impl CoordinatedStageIn {
         number: u64,
         (unit_ledger, plan_drive, counts): (UnitLedger, Arc<Drive>, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
-        (coordinator, participants, nodes): (NodeId, Vec<NodeId>, usize),
+        (coordinator, roster): (NodeId, &Roster),
         deadlines: Deadlines,
     ) -> Self {
+        let (participants, nodes) = (incarnations(roster).collect(), roster.count());
         let progress = Progress { phase: Phase::Reading, nodes: vec![Counted::default(); nodes], ..Progress::default() };
         Self {
             number,
@@ -89,6 +94,7 @@ impl CoordinatedStageIn {
             failure: watch::Sender::new(None),
             all_begun: SetOnce::new(),
             all_read: watch::Sender::new(false),
+            needs_all_parts: AtomicBool::new(false),
             unit_reported: Notify::new(),
             steps: AtomicU64::new(0),
             waits: Mutex::new(vec![Vec::new(); nodes]),
@@ -300,7 +306,30 @@ impl CoordinatedStageIn {
 
     /// Returns the nodes that take part.
     pub(super) fn participants(&self) -> Vec<NodeId> {
-        self.participants.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        participants.iter().map(|&(node, _)| node).collect()
+    }
+
+    /// Returns the nodes that take part, but are lost, or have been since the stage-in began.
+    pub(super) fn lost(&self, roster: &Roster) -> Vec<NodeId> {
+        let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);
+        let live: Vec<(NodeId, u32)> = incarnations(roster).collect();
+        participants.iter().filter(|participant| !live.contains(participant)).map(|&(node, _)| node).collect()
+    }
+
+    /// Records that some samples can only be read where they are stored now: those of compressed tars, and of archives within
+    /// archives. The dataset must not become visible without a node that stores them.
+    pub(super) fn set_needs_all_parts(&self) {
+        self.needs_all_parts.store(true, Ordering::Relaxed);
+    }
+
+    /// Goes on without a lost node, once the catalog is there. Returns `false` if the dataset cannot do without the node.
+    pub(super) fn publish_without(&self, node: NodeId) -> bool {
+        let can = !self.needs_all_parts.load(Ordering::Relaxed);
+        if can {
+            self.drop_participant(node);
+        }
+        can
     }
 
     fn reported_at(&self) -> MutexGuard<'_, Vec<Instant>> {
@@ -344,15 +373,22 @@ impl CoordinatedStageIn {
     }
 
     /// Records that a node no longer takes part.
-    pub(super) fn drop_participant(&self, node: NodeId) {
-        self.participants.lock().unwrap_or_else(PoisonError::into_inner).retain(|participant| *participant != node);
+    fn drop_participant(&self, node: NodeId) {
+        self.participants.lock().unwrap_or_else(PoisonError::into_inner).retain(|(participant, _)| *participant != node);
     }
+}
+
+/// Returns the live members, with their incarnations.
+fn incarnations(roster: &Roster) -> impl Iterator<Item = (NodeId, u32)> + '_ {
+    roster.live().filter_map(|node| Some((node, roster.member(node)?.incarnation)))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::net::SocketAddr;
     use std::sync::Arc;
 
+    use dayfly_meta::roster::{RosterChange, RosterMember};
     use dayfly_meta::wire::control::Selection;
     use dayfly_stagein::plan::{PlanRequest, plan_sources};
 
@@ -374,9 +410,9 @@ mod tests {
             let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 20).unwrap();
             let ledger = UnitLedger::new(plan.units, plan.split_tars);
             let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
-            let nodes = (NodeId(0), (0..participants).map(NodeId).collect(), 4);
+            let roster = Roster::new(&vec![SocketAddr::from(([127, 0, 0, 1], 7)); participants]);
             let state = (ledger, drives[0].clone(), plan.counts);
-            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), nodes, Deadlines::default());
+            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), (NodeId(0), &roster), Deadlines::default());
             assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
         }
     }

@@ -148,6 +148,11 @@ impl Supervision {
         self.members.iter().all(|member| is_gone(&member.state))
     }
 
+    /// Returns whether a server has said that it ends. Then somebody has ended it on purpose.
+    pub fn has_ended(&self) -> bool {
+        self.members.iter().any(|member| matches!(member.state, State::Ended { .. }))
+    }
+
     /// Returns whether a new server can take a node's place: its server is lost, and none is about to return.
     pub fn is_vacant(&self, node: NodeId) -> bool {
         let is_gone = |state: &State| matches!(state, State::Lost | State::Ended { .. });
@@ -241,15 +246,18 @@ impl Supervision {
     }
 
     /// Lets one interval pass. If any member is lost or has returned, this begins a new epoch.
+    ///
+    /// Silence alone never ends a session: members that are silent are not lost if no other member would be left. They may stand still
+    /// together, like those of a suspended job, and have all datasets when they continue.
     pub fn tick(&mut self) -> Changes {
         let mut changes = Changes::default();
+        let mut silent = Vec::new();
         for (node, member) in (0..).map(NodeId).zip(&mut self.members) {
             match &mut member.state {
                 State::Live { silent_ticks } => {
-                    *silent_ticks += 1;
+                    *silent_ticks = (*silent_ticks + 1).min(self.patience.silent_ticks + 1);
                     if *silent_ticks > self.patience.silent_ticks {
-                        member.state = State::Lost;
-                        changes.lost.push((node, Loss::Silent));
+                        silent.push(node);
                     }
                 }
                 State::Closed { ticks } => {
@@ -280,6 +288,16 @@ impl Supervision {
                 }
                 State::Lost => {}
             }
+        }
+        let is_left = |(number, member): (u16, &Supervised)| {
+            matches!(member.state, State::Live { .. } | State::Closed { .. }) && !silent.contains(&NodeId(number))
+        };
+        if (0..).zip(&self.members).any(is_left) {
+            for node in silent {
+                self.members[node.index()].state = State::Lost;
+                changes.lost.push((node, Loss::Silent));
+            }
+            changes.lost.sort_by_key(|(node, _)| *node);
         }
         if changes != Changes::default() {
             self.begin_epoch(&changes);
@@ -362,6 +380,29 @@ mod tests {
         assert_eq!((supervision.roster().epoch(), member.incarnation, member.is_lost), (2, 1, false));
         assert_eq!(supervision.roster().coordinator(), NodeId(1), "the coordinator changes only when it is lost");
         assert_eq!(supervision.change().members.len(), 1);
+    }
+
+    #[test]
+    fn members_that_are_silent_together_are_not_lost() {
+        let mut supervision = session();
+        assert_eq!(pass(&mut supervision, 100, &[0, 1, 2]), []);
+        assert_eq!(pass(&mut supervision, 10, &[]), []);
+        assert!(!supervision.is_over());
+        // The last member is alone, and others have died.
+        [0, 1].into_iter().for_each(|node| supervision.closed(NodeId(node)));
+        assert_eq!(pass(&mut supervision, 100, &[0, 1, 2]).len(), 1, "the two that closed their channels are lost");
+        assert_eq!(supervision.roster().live().collect::<Vec<_>>(), [NodeId(2)]);
+        assert!(!supervision.is_over() && !supervision.has_ended());
+        supervision.closed(NodeId(2));
+        pass(&mut supervision, 3, &[0, 1, 2]);
+        assert!(supervision.is_over());
+        // Those that fell silent a little earlier are lost, and return.
+        let mut supervision = session();
+        pass(&mut supervision, 1, &[0]);
+        let changes = pass(&mut supervision, 100, &[0, 1, 2]);
+        assert_eq!(changes, [Changes { lost: vec![(NodeId(0), Loss::Silent)], returned: vec![] }]);
+        assert_eq!(supervision.heard(NodeId(1)), Greeting::Continue);
+        assert_eq!(supervision.heard(NodeId(0)), Greeting::Return { incarnation: 1 });
     }
 
     #[test]

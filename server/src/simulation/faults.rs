@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dayfly_meta::id::NodeId;
+use futures_util::future::join_all;
 use tokio::time::{sleep, timeout};
 
 use super::net::Net;
@@ -35,6 +36,8 @@ pub(super) enum Fault {
     Kill(NodeId),
     /// A node suffers this when it has sent a number of messages of this name. All of these messages come from the coordinator.
     Strike(&'static str, u32, Blow),
+    /// These nodes suffer this when a number of messages of this name have been sent.
+    StrikeNodes(&'static str, u32, &'static [u16], Blow),
     /// The stage-in is canceled.
     Cancel,
     /// A source of the stage-in is truncated.
@@ -134,6 +137,12 @@ pub(super) async fn apply(net: &Arc<Net>, supervisor: &Shared, fault: Fault) {
             if let Ok(Some(node)) = timeout(STRIKE_WITHIN, net.trap(message, count)).await {
                 net.note(&format!("node {node} is struck: {blow:?}"));
                 strike(net, node, blow).await;
+            }
+        }
+        Fault::StrikeNodes(message, count, nodes, blow) => {
+            if let Ok(Some(_)) = timeout(STRIKE_WITHIN, net.trap(message, count)).await {
+                net.note(&format!("nodes {nodes:?} are struck: {blow:?}"));
+                join_all(nodes.iter().map(|&node| strike(net, NodeId(node), blow))).await;
             }
         }
         Fault::Cancel | Fault::Truncate => {}

@@ -358,7 +358,7 @@ impl Session<'_> {
     }
 
     /// Checks that all live nodes show a dataset or none does. Returns how many show it.
-    fn check_agreement(&self, alive: &[Arc<Node>], target: &[u8], staged: &Result<(), String>) -> usize {
+    pub(super) fn check_agreement(&self, alive: &[Arc<Node>], target: &[u8], staged: &Result<(), String>) -> usize {
         let (visible, name) =
             (alive.iter().filter(|server| dataset(server, target).is_some()).count(), String::from_utf8_lossy(target));
         if visible != 0 && visible != alive.len() {
@@ -371,7 +371,7 @@ impl Session<'_> {
     }
 
     /// Checks that the nodes show the dataset with all of its files.
-    async fn check_visible(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
+    pub(super) async fn check_visible(&self, servers: &[Arc<Node>], target: &[u8], files: &Files) {
         for server in servers {
             let node = server.parts.config.node;
             let Some(dataset) = dataset(server, target) else {

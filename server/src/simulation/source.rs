@@ -1,8 +1,12 @@
 //! The archives that the simulated sessions stage in. They are written once; the contents of their files are known.
 
 use std::collections::BTreeMap;
-use std::fs;
+use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+
+use flate2::Compression;
+use flate2::write::GzEncoder;
 
 use super::random::Random;
 
@@ -21,6 +25,16 @@ impl Source {
         let files: Files = lens.iter().enumerate().map(|(number, &len)| file(name, number, len)).collect();
         let path = folder.join(format!("{name}.tar"));
         fs::write(&path, tar(&files)).unwrap();
+        Self { path, files }
+    }
+
+    /// Writes a compressed archive with files of these lengths into a folder.
+    pub(super) fn write_compressed(folder: &Path, name: &str, lens: &[usize]) -> Self {
+        let Self { path: plain, files } = Self::write(folder, name, lens);
+        let path = folder.join(format!("{name}.tar.gz"));
+        let mut encoder = GzEncoder::new(File::create(&path).unwrap(), Compression::fast());
+        encoder.write_all(&fs::read(plain).unwrap()).unwrap();
+        encoder.finish().unwrap();
         Self { path, files }
     }
 }

@@ -35,7 +35,7 @@ const DIALERS_MAX: usize = 1024;
 /// Renews the lease of all members until they have ended or are told to end.
 ///
 /// Returns a reason if the session is lost because something that it needs is gone: a watched file
-/// here (`gone`), or something on a node, whose server reports it.
+/// here (`gone`), something on a node, whose server reports it, or the last server.
 pub(super) async fn hold(
     session: StartedSession,
     request: StartRequest,
@@ -75,7 +75,7 @@ pub(super) async fn hold(
             },
         }
     }
-    None
+    lease.why_over()
 }
 
 /// What happened on the control channel of a member. Channels have numbers, because a member may have dialed again by the time that
@@ -154,6 +154,12 @@ impl Lease {
             lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new() });
         }
         lease
+    }
+
+    /// Returns why the session is over, unless somebody has ended its servers.
+    fn why_over(&self) -> Option<String> {
+        let last = self.members.iter().find(|member| !member.closed.is_empty()).filter(|_| !self.supervision.has_ended())?;
+        Some(format!("all servers of the session are lost, and its datasets with them; {}: {}", last.name, last.closed))
     }
 
     /// Starts to receive messages on a channel.

@@ -1,0 +1,220 @@
+//! Strikes nodes at each step of a stage-in: whatever node it is, and whether it dies, stands still for a moment or until it is lost,
+//! either the stage-in begins again, or it fails and nothing is visible, or all samples can be read.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::NodeId;
+use dayfly_meta::wire::control::Copies;
+use dayfly_stagein::origin::SystemFiles;
+use dayfly_transport::Agreement;
+use tokio::time::{Instant, sleep};
+
+use super::faults::{Blow, Fault, apply};
+use super::jobs::{Jobs, Pool};
+use super::net::Net;
+use super::random::Random;
+use super::session::Session;
+use super::source::{Source, scratch};
+use super::supervisor::Supervisor;
+use crate::Node;
+
+const NODES: u16 = 4;
+const TARGET: &[u8] = b"data";
+/// If this variable is set, as in `.ci/long`, all cases run.
+const ALL: &str = "DAYFLY_SIMULATION_ALL_STEPS";
+/// Otherwise one in so many does.
+const ONE_IN: usize = 11;
+/// After this time, each blow is over.
+const BLOWS_END: Duration = Duration::from_secs(90);
+
+/// Messages with which a coordinator makes and publishes a stage-in, and those of its workers.
+const STEPS: [(&str, u32); 12] = [
+    ("Begin", 2),
+    ("NextUnits", 3),
+    ("Batch", 2),
+    ("Finish", 1),
+    ("Finish", 4),
+    ("Run", 2),
+    ("Prepare", 2),
+    ("Catalog", 1),
+    ("Copy", 2),
+    ("Commit", 1),
+    ("Commit", 3),
+    ("Settle", 2),
+];
+const BLOWS: [Blow; 3] = [Blow::Kill, Blow::Freeze(Duration::from_secs(10)), Blow::Freeze(Duration::from_secs(45))];
+/// The nodes that are struck at the same time. Node 0 coordinates.
+const VICTIMS: [&[u16]; 6] = [&[0], &[1], &[2], &[3], &[0, 2], &[1, 3]];
+
+/// How a stage-in ended, and how long it took.
+type Ended = (Result<(), String>, Duration);
+
+struct Case {
+    seed: u64,
+    is_compressed: bool,
+    copies: u16,
+    step: (&'static str, u32),
+    victims: &'static [u16],
+    blow: Blow,
+}
+
+impl Case {
+    fn all() -> Vec<Self> {
+        let mut cases = Vec::new();
+        for is_compressed in [true, false] {
+            for copies in 1..=3 {
+                for step in STEPS {
+                    for victims in VICTIMS {
+                        for blow in BLOWS {
+                            cases.push(Self { seed: cases.len() as u64, is_compressed, copies, step, victims, blow });
+                        }
+                    }
+                }
+            }
+        }
+        cases
+    }
+
+    /// Returns whether samples may be lost: their only copies were on nodes that have died after the dataset had begun to appear.
+    fn may_lose_samples(&self) -> bool {
+        let is_dead = matches!(self.blow, Blow::Kill);
+        let begins_to_appear = matches!(self.step.0, "Commit" | "Settle");
+        is_dead && begins_to_appear && self.is_compressed && usize::from(self.copies) <= self.victims.len()
+    }
+
+    /// Plays the case, and returns the promises that it broke.
+    fn play(&self, sources: &[Source; 2], pool: &Pool) -> Option<String> {
+        let source = &sources[usize::from(self.is_compressed)];
+        let play = async |session: &Session<'_>, random: &mut Random, jobs| session.strike(self, source, random, jobs).await;
+        in_session(self.seed, self.copies, pool, play).0
+    }
+}
+
+/// Runs a test in a simulated session. Returns the promises that it broke, and the test's result.
+fn in_session<T>(
+    seed: u64,
+    copies: u16,
+    pool: &Pool,
+    test: impl AsyncFnOnce(&Session<'_>, &mut Random, Arc<Jobs>) -> T,
+) -> (Option<String>, T) {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let folder = scratch();
+    runtime.block_on(async {
+        let mut random = Random::new(seed);
+        let folders = vec![folder.path().display().to_string()];
+        let net = Net::new(Random::new(random.next()), Deadlines::DEFAULT, folders, false);
+        let jobs = Jobs::new(Random::new(random.next()), pool.clone());
+        let session = Session {
+            net,
+            seed,
+            folder: folder.path(),
+            report: Arc::default(),
+            bug: None,
+            capacity: 16 << 20,
+            pfs_streams: 16,
+            copies: Copies::Number(copies),
+            files: &|_| Arc::new(SystemFiles),
+        };
+        let result = test(&session, &mut random, jobs.clone()).await;
+        let mut outcome = session.report.lock().unwrap().clone();
+        outcome.broken.extend(jobs.panics().into_iter().map(|panic| format!("a job panicked: {panic}")));
+        (outcome.failure(), result)
+    })
+}
+
+impl std::fmt::Display for Case {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self { is_compressed, copies, step: (message, count), victims, blow, .. } = self;
+        let source = if *is_compressed { "a compressed tar" } else { "a plain tar" };
+        write!(formatter, "{source}, {copies} copies, nodes {victims:?} at {message} {count}: {blow:?}")
+    }
+}
+
+impl Session<'_> {
+    /// Stages in while the coordinator and another node do not hear each other, and returns how that ended and how long it took.
+    async fn stage_in_beside_a_cut(&self, source: &Source, random: &mut Random, jobs: Arc<Jobs>, lasts: Duration) -> Ended {
+        let servers = self.start(NODES, random, jobs).await;
+        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
+        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
+        let (net, shared) = (self.net.clone(), supervisor.shared().clone());
+        let cutting = tokio::spawn(async move { apply(&net, &shared, Fault::Silence(NodeId(0), NodeId(2), lasts)).await });
+        tokio::task::yield_now().await;
+        let start = Instant::now();
+        let staged = self.stage_in(&servers[1], &[source], TARGET, std::future::pending()).await;
+        let took = start.elapsed();
+        cutting.await.unwrap();
+        sleep(BLOWS_END).await;
+        self.check_agreement(&servers, TARGET, &staged);
+        drop(supervisor);
+        self.end(servers).await;
+        (staged, took)
+    }
+
+    async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) {
+        let servers = self.start(NODES, random, jobs).await;
+        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
+        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
+        let (net, shared) = (self.net.clone(), supervisor.shared().clone());
+        let fault = Fault::StrikeNodes(case.step.0, case.step.1, case.victims, case.blow);
+        let striking = tokio::spawn(async move { apply(&net, &shared, fault).await });
+        let asked = (0..NODES).find(|node| !case.victims.contains(node)).unwrap();
+        let staged = self.stage_in(&servers[usize::from(asked)], &[source], TARGET, std::future::pending()).await;
+        sleep(BLOWS_END).await;
+        self.net.heal();
+        striking.await.unwrap();
+        sleep(BLOWS_END).await;
+        let is_killed = |server: &Arc<Node>| self.net.health(server.parts.config.node).is_killed;
+        let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !is_killed(server)).cloned().collect();
+        let visible = self.check_agreement(&alive, TARGET, &staged);
+        if visible == alive.len() {
+            self.check_visible(&alive, TARGET, &source.files).await;
+            if !case.may_lose_samples() {
+                self.read_all(&alive, TARGET, &source.files).await;
+            }
+        }
+        drop((supervisor, alive));
+        self.end(servers).await;
+    }
+}
+
+/// SEMANTICS: "When `stage-in` returns, the dataset is visible on every node."
+#[test]
+fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
+    let folder = scratch();
+    let lens: Vec<usize> = (0..40).map(|number| number * 1171 % 30_000).chain([300_000]).collect();
+    let sources = [Source::write(folder.path(), "plain", &lens), Source::write_compressed(folder.path(), "packed", &lens)];
+    let stride = if std::env::var_os(ALL).is_some() { 1 } else { ONE_IN };
+    let cases = Case::all();
+    let pool = Pool::default();
+    let broken: Vec<String> =
+        cases.iter().step_by(stride).filter_map(|case| Some(format!("{case}: {}", case.play(&sources, &pool)?))).collect();
+    assert!(broken.is_empty(), "{} cases broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
+}
+
+/// SEMANTICS: "A member that only the coordinator does not reach is waited for as long as it takes to declare a node lost. Then the
+/// stage-in fails, and the error names both nodes."
+#[test]
+fn a_stage_in_waits_for_a_node_that_only_its_coordinator_does_not_reach() {
+    let folder = scratch();
+    let source = Source::write(folder.path(), "plain", &[1000; 40]);
+    let deadlines = Deadlines::DEFAULT;
+    let patience = deadlines.lost_after + deadlines.node_silent;
+    for (lasts, succeeds) in [(patience / 3, true), (4 * patience, false)] {
+        let cut = async |session: &Session<'_>, random: &mut Random, jobs| {
+            session.stage_in_beside_a_cut(&source, random, jobs, lasts).await
+        };
+        let (broken, (staged, took)) = in_session(1, 1, &Pool::default(), cut);
+        assert_eq!(broken, None);
+        match staged {
+            Ok(()) => assert!(succeeds && took < lasts + deadlines.node_silent, "{took:?}"),
+            Err(reason) => {
+                assert!(!succeeds && reason.contains("node 0") && reason.contains("node 2"), "{reason}");
+                assert!(took > patience && took < 2 * patience, "{took:?}: {reason}");
+            }
+        }
+    }
+}
