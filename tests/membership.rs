@@ -14,8 +14,8 @@ use harness::{Cluster, Ground, pack, signal, text, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;
-/// A tenth of all deadlines: a server that is silent for 3 s is lost.
-const QUICK: [&str; 2] = ["--deadlines-divisor", "10"];
+/// A server that is silent for 6 s is lost.
+const QUICK: [&str; 2] = ["--lost-after", "6"];
 
 fn len(number: usize) -> usize {
     number * 37 % 50_000
@@ -305,8 +305,8 @@ fn a_session_whose_servers_all_stand_still_goes_on() {
         cluster.stage_compressed("tree", "/dayfly/d");
         let servers = cluster.pids();
         servers.values().for_each(|&pid| signal(pid, Signal::SIGSTOP));
-        // A server that is silent for 3 s is lost.
-        std::thread::sleep(Duration::from_secs(6));
+        // A server that is silent for 6 s is lost.
+        std::thread::sleep(Duration::from_secs(9));
         servers.values().for_each(|&pid| signal(pid, Signal::SIGCONT));
         wait_until("all are members", || (0..nodes).all(|node| !is_lost(&cluster, 0, node)));
         assert_eq!(cluster.pids(), servers);
