@@ -172,7 +172,8 @@ fn verify_leaves_out_a_lost_server_that_stands_still() {
 /// in the background, and every stage-in fails."
 #[test]
 fn a_kept_session_without_its_supervisor_does_not_recover_from_the_death_of_a_server() {
-    let cluster = session_with(&[&QUICK[..], &["--keep", "10m"]].concat());
+    // The stage-in waits for as long as it takes to declare a node lost, and longer.
+    let cluster = session_with(&["--deadlines-divisor", "10", "--keep", "10m"]);
     let archive = cluster.at("a.tar");
     cluster.stage(&[&archive], "/dayfly/d");
     signal(cluster.location().supervisor().unwrap(), Signal::SIGKILL);

@@ -64,8 +64,8 @@ pub(crate) enum CoordinatorError {
     )]
     NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64> },
     #[error(
-        "node {coordinator}, which coordinates stage-ins, has not reached node {node} for {seconds} s, although the supervisor hears \
-         of it: {cause}; check the network between the two nodes"
+        "node {coordinator}, which coordinates stage-ins, has not reached node {node} for {seconds} s, and the node is not declared \
+         lost: {cause}; check the network between the two nodes"
     )]
     OutOfReach {
         node: NodeId,
