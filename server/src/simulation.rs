@@ -13,6 +13,7 @@
 //! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
 //! - [`origins`]: sessions that read a dataset from its origin, because it does not fit, while the parallel file system fails.
 //! - [`planted`]: deliberate bugs that the simulation must find.
+//! - [`returns`]: nodes that return to a session whose datasets have changed.
 //! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
 mod faults;
@@ -21,6 +22,7 @@ mod net;
 mod origins;
 mod planted;
 mod random;
+mod returns;
 mod session;
 mod source;
 mod supervisor;
