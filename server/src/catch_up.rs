@@ -3,6 +3,9 @@
 //!
 //! The node keeps the blocks that it has: a dataset that still exists stays as it is. Of a dataset that is new to the node it takes
 //! the catalog only; the blocks that it owns are read from their origins when they are needed.
+//!
+//! A dataset that was replaced meanwhile stays visible until its successor takes its place, so that a path that exists before and
+//! after is never absent. Only a node without room for both catalogs gives up the old one first.
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
@@ -54,6 +57,13 @@ enum Cause {
     JobLost(#[from] JobLost),
 }
 
+impl Cause {
+    /// Returns whether the cause may be that a drive has no room.
+    fn is_for_room(&self) -> bool {
+        matches!(self, Self::NoRoom { .. } | Self::Write(_) | Self::Prepare(PrepareError::Write(_)))
+    }
+}
+
 impl From<CatchUpError> for Rejection {
     fn from(error: CatchUpError) -> Self {
         Self::new(RejectionKind::Failed, error)
@@ -94,9 +104,7 @@ impl CatchUp {
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // What this node took part in has ended meanwhile, one way or the other.
         self.stage_ins.end_all(&wanted).await?;
-        let exists = |dataset: DatasetId| wanted.contains(&dataset);
-        self.drop_gone(exists).await?;
-        self.add_new(coordinator, listed, exists).await?;
+        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset)).await?;
         *brought = wanted;
         Ok(())
     }
@@ -109,15 +117,42 @@ impl CatchUp {
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // Stage-ins in which this node takes part began after its return. The coordinator does not list their datasets before all
         // nodes show them.
-        let exists = |dataset: DatasetId| wanted.contains(&dataset) || !brought.contains(&dataset);
-        self.drop_gone(exists).await?;
-        self.add_new(coordinator, listed, exists).await?;
+        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset) || !brought.contains(&dataset)).await?;
         brought.clear();
         Ok(())
     }
 
-    async fn drop_gone(&self, exists: impl Fn(DatasetId) -> bool) -> Result<(), Cause> {
-        for dataset in self.store.datasets().into_iter().filter(|dataset| !exists(dataset.id())) {
+    /// Adds the listed datasets that this node does not have, and drops its own that do not exist.
+    async fn follow(
+        &self,
+        coordinator: NodeId,
+        listed: Vec<ListedDataset>,
+        exists: impl Fn(DatasetId) -> bool + Copy,
+    ) -> Result<(), Cause> {
+        let targets: HashSet<Vec<u8>> = listed.iter().map(|listed| listed.target.clone()).collect();
+        self.drop_all(|own| !exists(own.id()) && !targets.contains(own.target())).await?;
+        let is_gone = |own: &Dataset| !exists(own.id());
+        for listed in listed {
+            if self.store.dataset(listed.dataset).is_some() {
+                continue;
+            }
+            tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
+            match self.add(coordinator, listed.clone(), exists).await {
+                Err(error) if error.is_for_room() && self.store.datasets().iter().any(|own| is_gone(own)) => {
+                    tracing::warn!(%error, "datasets that were replaced make room first");
+                    self.drop_all(is_gone).await?;
+                    self.add(coordinator, listed, exists).await?;
+                }
+                added => added?,
+            }
+        }
+        self.drop_all(is_gone).await?;
+        Ok(self.room.plan_cache().await?)
+    }
+
+    async fn drop_all(&self, is_gone: impl Fn(&Dataset) -> bool) -> Result<(), Cause> {
+        let gone: Vec<Arc<Dataset>> = self.store.datasets().into_iter().filter(|dataset| is_gone(dataset)).collect();
+        for dataset in gone {
             tracing::info!(dataset = dataset.id().0, "this dataset has disappeared while this node was lost");
             self.drop_dataset(dataset).await?;
         }
@@ -156,21 +191,6 @@ impl CatchUp {
             self.room.plan_cache().await?;
         }
         Ok(())
-    }
-
-    async fn add_new(
-        &self,
-        coordinator: NodeId,
-        listed: Vec<ListedDataset>,
-        exists: impl Fn(DatasetId) -> bool + Copy,
-    ) -> Result<(), Cause> {
-        for listed in listed {
-            if self.store.dataset(listed.dataset).is_none() {
-                tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
-                self.add(coordinator, listed, exists).await?;
-            }
-        }
-        Ok(self.room.plan_cache().await?)
     }
 
     /// Asks the coordinator for its datasets. A new coordinator is not ready at once. If this node has only heard of a new one by its

@@ -95,9 +95,54 @@ impl World<'_> {
         self.session.stage_in_as(&self.servers[0], request, std::future::pending()).await.unwrap();
     }
 
+    /// Lets the node catch up, although its messages to the coordinator and back take a second each. Returns whether it shows a
+    /// dataset all the time.
+    async fn catch_up_slowly(&self) -> bool {
+        let slow_down = |slow| self.session.net.change_link(NodeId(0), RETURNING, |link| link.slow = slow);
+        slow_down(Duration::from_secs(1));
+        let catching_up = tokio::spawn({
+            let server = self.returning().clone();
+            async move { server.catch_up().await }
+        });
+        let mut is_always_shown = true;
+        while !catching_up.is_finished() {
+            is_always_shown &= self.shown(RETURNING).is_some();
+            sleep(Duration::from_millis(10)).await;
+        }
+        slow_down(Duration::ZERO);
+        catching_up.await.unwrap().unwrap();
+        is_always_shown
+    }
+
     /// Reads all files on all nodes.
     async fn read_all(&self) {
         self.session.read_all(&self.servers, TARGET, &self.source.files).await;
+    }
+}
+
+/// SEMANTICS: "The paths of a dataset that was replaced are never absent on its node, unless the drives have no room for both
+/// catalogs."
+#[test]
+fn a_dataset_that_was_replaced_meanwhile_is_never_absent_on_a_node_that_returns() {
+    for is_full in [false, true] {
+        in_session(async |world| {
+            world.stage().await;
+            world.announce(true);
+            world.stage().await;
+            let (old, new) = (world.shown(RETURNING).unwrap(), world.shown(NodeId(0)).unwrap());
+            assert_ne!(old, new);
+            let old = Arc::downgrade(&dataset(world.returning(), TARGET).unwrap());
+            let drive = world.returning().parts.store.drives()[0].clone();
+            let held = is_full.then(|| drive.reserve(drive.free()).unwrap());
+            let is_always_shown = world.catch_up_slowly().await;
+            assert!(is_always_shown || is_full);
+            assert_eq!(world.shown(RETURNING), Some(new));
+            assert!(old.upgrade().is_none_or(|old| old.is_gone()), "the room of the old dataset is free");
+            drop(held);
+            world.announce(false);
+            assert!(world.returning().catch_up_again().await);
+            world.read_all().await;
+        });
     }
 }
 
