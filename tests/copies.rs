@@ -226,7 +226,7 @@ fn begins_again(events: &[Event]) -> bool {
     events.iter().any(|event| matches!(event, Event::Restarted { .. }))
 }
 
-/// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built."
+/// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built"
 #[test]
 fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read() {
     let lens: Vec<usize> = (0..640).map(|number| number * 371 % 60_000).collect();
