@@ -105,6 +105,27 @@ fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
     }
 }
 
+/// SEMANTICS: "A copy that was made again after the loss of a holder is asked for like the lost one, also by reads that are under way when
+/// the next holder dies."
+#[test]
+fn reads_go_to_the_copies_that_were_made_again_before_a_second_loss_is_declared() {
+    let lens = lens();
+    // With and without another reading of the archive.
+    for recovery_timeout in [Duration::ZERO, Duration::from_secs(60)] {
+        let mut session = Inside::with_config(4, |config| {
+            config.recovery_rate = 1 << 30;
+            config.recovery_timeout = recovery_timeout;
+        });
+        session.copies = Copies::Number(2);
+        session.stage(&source(&session, &lens, Some("tar.gz"))).unwrap();
+        session.lose(3);
+        wait_until("all copies are restored", || places(&session, &[0, 1, 2]).iter().all(|&places| places >= 2));
+        // Nobody is told of this loss, so the first reads go to this node.
+        session.stop(2);
+        (0..2).for_each(|node| read_all(&session, node, &lens));
+    }
+}
+
 /// SEMANTICS: "A copy that is damaged, or that a drive does not return, costs nothing but another request: the next holder is asked."
 #[test]
 fn a_bad_copy_is_read_from_the_next_holder() {
@@ -205,7 +226,7 @@ fn begins_again(events: &[Event]) -> bool {
     events.iter().any(|event| matches!(event, Event::Restarted { .. }))
 }
 
-/// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built."
+/// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built"
 #[test]
 fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read() {
     let lens: Vec<usize> = (0..640).map(|number| number * 371 % 60_000).collect();

@@ -3,6 +3,9 @@
 //!
 //! The node keeps the blocks that it has: a dataset that still exists stays as it is. Of a dataset that is new to the node it takes
 //! the catalog only; the blocks that it owns are read from their origins when they are needed.
+//!
+//! A dataset that was replaced meanwhile stays visible until its successor takes its place, so that a path that exists before and
+//! after is never absent. Only a node without room for both catalogs gives up the old one first.
 
 use std::collections::HashSet;
 use std::os::unix::fs::FileExt;
@@ -34,6 +37,8 @@ enum Cause {
     ShortCatalog(NodeId),
     #[error("no other node has the catalog of '{0}' anymore")]
     NoHolder(String),
+    #[error("'{0}' has been replaced on this node in the meantime")]
+    Replaced(String),
     #[error(
         "there is no room for the catalog of '{dataset}' ({len} bytes) in the data dir '{}', where this server may take {free} more \
          bytes; make room there",
@@ -50,6 +55,13 @@ enum Cause {
     StageIn(#[from] NodeStageInError),
     #[error(transparent)]
     JobLost(#[from] JobLost),
+}
+
+impl Cause {
+    /// Returns whether the cause may be that a drive has no room.
+    fn is_for_room(&self) -> bool {
+        matches!(self, Self::NoRoom { .. } | Self::Write(_) | Self::Prepare(PrepareError::Write(_)))
+    }
 }
 
 impl From<CatchUpError> for Rejection {
@@ -92,8 +104,7 @@ impl CatchUp {
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // What this node took part in has ended meanwhile, one way or the other.
         self.stage_ins.end_all(&wanted).await?;
-        self.drop_gone(|dataset| wanted.contains(&dataset)).await?;
-        self.add_new(coordinator, listed).await?;
+        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset)).await?;
         *brought = wanted;
         Ok(())
     }
@@ -106,14 +117,42 @@ impl CatchUp {
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // Stage-ins in which this node takes part began after its return. The coordinator does not list their datasets before all
         // nodes show them.
-        self.drop_gone(|dataset| wanted.contains(&dataset) || !brought.contains(&dataset)).await?;
-        self.add_new(coordinator, listed).await?;
+        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset) || !brought.contains(&dataset)).await?;
         brought.clear();
         Ok(())
     }
 
-    async fn drop_gone(&self, exists: impl Fn(DatasetId) -> bool) -> Result<(), Cause> {
-        for dataset in self.store.datasets().into_iter().filter(|dataset| !exists(dataset.id())) {
+    /// Adds the listed datasets that this node does not have, and drops its own that do not exist.
+    async fn follow(
+        &self,
+        coordinator: NodeId,
+        listed: Vec<ListedDataset>,
+        exists: impl Fn(DatasetId) -> bool + Copy,
+    ) -> Result<(), Cause> {
+        let targets: HashSet<Vec<u8>> = listed.iter().map(|listed| listed.target.clone()).collect();
+        self.drop_all(|own| !exists(own.id()) && !targets.contains(own.target())).await?;
+        let is_gone = |own: &Dataset| !exists(own.id());
+        for listed in listed {
+            if self.store.dataset(listed.dataset).is_some() {
+                continue;
+            }
+            tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
+            match self.add(coordinator, listed.clone(), exists).await {
+                Err(error) if error.is_for_room() && self.store.datasets().iter().any(|own| is_gone(own)) => {
+                    tracing::warn!(%error, "datasets that were replaced make room first");
+                    self.drop_all(is_gone).await?;
+                    self.add(coordinator, listed, exists).await?;
+                }
+                added => added?,
+            }
+        }
+        self.drop_all(is_gone).await?;
+        Ok(self.room.plan_cache().await?)
+    }
+
+    async fn drop_all(&self, is_gone: impl Fn(&Dataset) -> bool) -> Result<(), Cause> {
+        let gone: Vec<Arc<Dataset>> = self.store.datasets().into_iter().filter(|dataset| is_gone(dataset)).collect();
+        for dataset in gone {
             tracing::info!(dataset = dataset.id().0, "this dataset has disappeared while this node was lost");
             self.drop_dataset(dataset).await?;
         }
@@ -133,15 +172,14 @@ impl CatchUp {
         shown.sort_by_key(|listed| std::cmp::Reverse(listed.dataset));
         let mut are_any_taken = false;
         for listed in shown {
-            let is_newer = |own: &Arc<Dataset>| own.target() == listed.target && own.id() >= listed.dataset;
-            if self.store.datasets().iter().any(is_newer) {
+            if self.store.dataset_at(&listed.target).is_some_and(|own| own.id() >= listed.dataset) {
                 continue;
             }
             tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
             let roster = self.peers.roster();
             let mut taken = Err(Cause::NoHolder(dayfly_meta::path::display(&listed.target)));
             for node in roster.live().filter(|node| *node != self.peers.own_node()) {
-                taken = self.add(node, listed.clone()).await;
+                taken = self.add(node, listed.clone(), |_| true).await;
                 if taken.is_ok() {
                     break;
                 }
@@ -153,16 +191,6 @@ impl CatchUp {
             self.room.plan_cache().await?;
         }
         Ok(())
-    }
-
-    async fn add_new(&self, coordinator: NodeId, listed: Vec<ListedDataset>) -> Result<(), Cause> {
-        for listed in listed {
-            if self.store.dataset(listed.dataset).is_none() {
-                tracing::info!(dataset = listed.dataset.0, "this dataset has appeared while this node was lost");
-                self.add(coordinator, listed).await?;
-            }
-        }
-        Ok(self.room.plan_cache().await?)
     }
 
     /// Asks the coordinator for its datasets. A new coordinator is not ready at once. If this node has only heard of a new one by its
@@ -185,16 +213,31 @@ impl CatchUp {
     async fn drop_dataset(&self, dataset: Arc<Dataset>) -> Result<(), Cause> {
         self.store.hide(dataset.id());
         self.arena.forget(dataset.id());
+        self.free(dataset).await
+    }
+
+    /// Frees the room of a dataset that is not visible.
+    async fn free(&self, dataset: Arc<Dataset>) -> Result<(), Cause> {
+        // Peers may still be reading a dataset that another has replaced here.
+        dataset.set_gone(true);
         Ok(self.blocking.run(move || dataset.free()).await?)
     }
 
-    /// Takes the catalog of a dataset, and shows the dataset.
-    async fn add(&self, from: NodeId, listed: ListedDataset) -> Result<(), Cause> {
+    /// Takes the catalog of a dataset, and shows the dataset in place of the one at its target.
+    ///
+    /// While the catalog arrives, a stage-in in which this node takes part may replace the dataset. Then nothing changes, and the
+    /// caller should look again: perhaps the stage-in fails, and the dataset of the list is there again.
+    async fn add(&self, from: NodeId, listed: ListedDataset, exists: impl Fn(DatasetId) -> bool) -> Result<(), Cause> {
+        let (id, name) = (listed.dataset, dayfly_meta::path::display(&listed.target));
+        let must_stay = |own: &Dataset| own.id() >= id && exists(own.id());
+        if self.store.dataset_at(&listed.target).is_some_and(|own| must_stay(&own)) {
+            return Err(Cause::Replaced(name));
+        }
         let drive = self.store.roomiest_drive();
         let mut room = Reservation::empty(&drive);
         if !(room.grow(listed.len) || self.room.make_room(listed.len).await? && room.grow(listed.len)) {
-            let (dataset, data_dir) = (dayfly_meta::path::display(&listed.target), drive.path().to_owned());
-            return Err(Cause::NoRoom { dataset, len: listed.len, data_dir, free: drive.free() });
+            let data_dir = drive.path().to_owned();
+            return Err(Cause::NoRoom { dataset: name, len: listed.len, data_dir, free: drive.free() });
         }
         let file = self.fetch_catalog(&drive, from, &listed).await?;
         let (me, nodes, drives) = (self.peers.own_node(), self.peers.count(), self.store.drives().to_vec());
@@ -205,13 +248,13 @@ impl CatchUp {
                 NewDataset { id, request, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
             Ok(new.prepare(me, nodes, None)?)
         });
-        let dataset = Arc::new(preparing.await??);
-        let is_older = |own: &Arc<Dataset>| own.target() == dataset.target();
-        let replaced = self.store.datasets().into_iter().find(is_older);
-        self.store.show(dataset, replaced.as_ref().map(|replaced| replaced.id()));
-        match replaced {
-            Some(replaced) => self.drop_dataset(replaced).await,
-            None => Ok(()),
+        match self.store.show_over(Arc::new(preparing.await??), must_stay) {
+            Ok(Some(replaced)) => self.drop_dataset(replaced).await,
+            Ok(None) => Ok(()),
+            Err(dataset) => {
+                self.free(dataset).await?;
+                Err(Cause::Replaced(name))
+            }
         }
     }
 

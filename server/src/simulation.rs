@@ -14,6 +14,7 @@
 //! - [`origins`]: sessions that read a dataset from its origin, because it does not fit, while the parallel file system fails.
 //! - [`steps`]: nodes that are struck at each step of a stage-in.
 //! - [`planted`]: deliberate bugs that the simulation must find.
+//! - [`returns`]: nodes that return to a session whose datasets have changed.
 //! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
 mod faults;
@@ -22,6 +23,7 @@ mod net;
 mod origins;
 mod planted;
 mod random;
+mod returns;
 mod session;
 mod source;
 mod steps;

@@ -208,6 +208,11 @@ impl Store {
         self.datasets.read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned()
     }
 
+    /// Returns the dataset at a target.
+    pub(crate) fn dataset_at(&self, target: &[u8]) -> Option<Arc<Dataset>> {
+        self.datasets().into_iter().find(|dataset| dataset.target() == target)
+    }
+
     pub(crate) fn datasets(&self) -> Vec<Arc<Dataset>> {
         self.datasets.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
     }
@@ -245,6 +250,32 @@ impl Store {
     /// dataset. Bytes that they copy out of the old one are not used: such a read fails with `EIO`.
     pub(crate) fn show(&self, dataset: Arc<Dataset>, replaces: Option<DatasetId>) -> Option<Arc<Dataset>> {
         let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
+        self.show_in(&mut datasets, dataset, replaces)
+    }
+
+    /// Makes a dataset visible in place of the one at its target, if there is one. Hides and returns that one, as [`Self::show`] does.
+    ///
+    /// # Errors
+    /// Changes nothing, and gives the dataset back, if the one at its target `must_stay`.
+    pub(crate) fn show_over(
+        &self,
+        dataset: Arc<Dataset>,
+        must_stay: impl Fn(&Dataset) -> bool,
+    ) -> Result<Option<Arc<Dataset>>, Arc<Dataset>> {
+        let mut datasets = self.datasets.write().unwrap_or_else(PoisonError::into_inner);
+        let replaced = match datasets.values().find(|other| other.target() == dataset.target()) {
+            Some(other) if must_stay(other) => return Err(dataset),
+            other => other.map(|other| other.id()),
+        };
+        Ok(self.show_in(&mut datasets, dataset, replaced))
+    }
+
+    fn show_in(
+        &self,
+        datasets: &mut BTreeMap<DatasetId, Arc<Dataset>>,
+        dataset: Arc<Dataset>,
+        replaces: Option<DatasetId>,
+    ) -> Option<Arc<Dataset>> {
         let replaced = replaces.and_then(|id| datasets.remove(&id));
         if let Some(replaced) = &replaced {
             replaced.hide();

@@ -131,11 +131,17 @@ impl Inside {
 
     /// Stops a node's server, and tells all nodes that the node is lost, as the supervisor does.
     pub(crate) fn lose(&mut self, node: u16) {
+        self.stop(node);
+        let _within = self.runtime.enter();
+        self.announce(node, true);
+    }
+
+    /// Stops a node's server. The other nodes find out by themselves.
+    pub(crate) fn stop(&self, node: u16) {
         let _within = self.runtime.enter();
         let server = &self.servers[usize::from(node)];
         server.free_all();
         server.close();
-        self.announce(node, true);
     }
 
     /// Makes a node's server forget all datasets, like a server that is about to exit.

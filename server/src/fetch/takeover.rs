@@ -6,7 +6,8 @@
 //!
 //! Invariant: a request that fails because a node does not answer puts that node on the list of suspects, a node that does not know
 //! the dataset is not asked for it for a while, and a holder that does not have a good copy is not asked for it again. So the next
-//! attempt goes to another node, and attempts end. This node itself is never a suspect.
+//! attempt goes to another node, and attempts end. This node itself is never a suspect. A node that is no holder, and answers that it
+//! cannot read a block, is the last one that is asked.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -204,7 +205,24 @@ impl Fetcher {
     }
 
     fn has_other_copy(&self, dataset: &Dataset, chunk: Chunk) -> bool {
-        has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some()
+        has_origin(dataset, chunk) || self.surviving_holder(dataset, chunk.block).is_some() || self.has_substitute(dataset, chunk)
+    }
+
+    /// Returns whether another node may have made a copy again, because a holder is lost. [`Self::source_of`] asks that node when no
+    /// holder is left. A block of a compressed tar that can be read again comes back otherwise.
+    fn has_substitute(&self, dataset: &Dataset, chunk: Chunk) -> bool {
+        if dataset.copies() == 1 || self.is_streamed(dataset, chunk) {
+            return false;
+        }
+        let (roster, holders) = (self.peers.roster(), dataset.holders(chunk.block));
+        if holders.iter().all(|&holder| roster.is_live(holder)) {
+            return false;
+        }
+        let mut skipped = self.absent(dataset).unwrap_or_default();
+        holders.into_iter().for_each(|holder| {
+            skipped.insert(holder);
+        });
+        dataset.candidate(chunk.block, &skipped).is_some_and(|node| node != self.peers.own_node())
     }
 
     /// Returns whether a chunk's compressed tar will be read again: not as long as a node has a copy of the chunk, even a bad one.
@@ -214,7 +232,7 @@ impl Fetcher {
     }
 
     /// After `node` has not sent a good chunk: returns whether the chunk should be asked for again, because another node has a copy,
-    /// or will have one, or can read it from its origin.
+    /// or may have one, or will have one, or can read it from its origin.
     pub(super) fn can_ask_other_holder(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
         // A node that was to read the chunk from its origin was the last resort.
         if !dataset.is_copied_to(chunk.block, node) {

@@ -266,15 +266,29 @@ impl Session<'_> {
         target: &[u8],
         cancelled: impl Future<Output = ()>,
     ) -> Result<(), String> {
-        let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        let request = StageInRequest {
+        self.stage_in_as(server, self.request(sources, target), cancelled).await
+    }
+
+    /// Returns the request for a stage-in.
+    pub(super) fn request(&self, sources: &[&Source], target: &[u8]) -> StageInRequest {
+        StageInRequest {
             sources: sources.iter().map(|source| source.path.as_os_str().as_encoded_bytes().to_vec()).collect(),
             target: target.to_vec(),
             seed: self.seed,
             copies: self.copies,
             ..StageInRequest::default()
-        };
-        let start = Instant::now();
+        }
+    }
+
+    /// Stages in as requested, on a node.
+    pub(super) async fn stage_in_as(
+        &self,
+        server: &Arc<Node>,
+        request: StageInRequest,
+        cancelled: impl Future<Output = ()>,
+    ) -> Result<(), String> {
+        let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
+        let (target, start) = (request.target.clone(), Instant::now());
         let stage_in = tokio::spawn(crate::coordinator::stage_in(server.parts.peers.clone(), request, sender));
         let end = async {
             loop {
@@ -295,10 +309,10 @@ impl Session<'_> {
         // The stage-in must end on its own, even if nobody receives its events.
         let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
-        self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(target)));
+        self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(&target)));
         let node = server.parts.config.node;
         let is_member = !self.net.health(node).is_killed && server.parts.peers.roster().is_live(node);
-        if ended.is_ok() && is_member && dataset(server, target).is_none() {
+        if ended.is_ok() && is_member && dataset(server, &target).is_none() {
             self.broken(format!("node {node} was told that a stage-in has succeeded, and does not show its dataset"));
         }
         if took > STAGE_IN_MAX {

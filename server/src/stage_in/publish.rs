@@ -150,13 +150,13 @@ impl NodeStageIn {
         self.stop();
         drop(self.catalog_room.lock().unwrap_or_else(PoisonError::into_inner).take());
         let mut publication = self.publication();
-        if let Some(visible) = publication.visible.take() {
-            self.context.store.hide(visible);
+        match (publication.visible.take(), publication.replaced.take()) {
+            // The target is never absent in between.
+            (visible, Some(replaced)) => drop(self.context.store.show(replaced, visible)),
+            (Some(visible), None) => self.context.store.hide(visible),
+            (None, None) => {}
         }
         self.context.arena.forget(self.dataset());
-        if let Some(replaced) = publication.replaced.take() {
-            self.context.store.show(replaced, None);
-        }
         // Peers that already show the dataset may be reading it. Whatever is sent to them from now on must not be used.
         if let Some(prepared) = publication.prepared.take() {
             prepared.set_gone(true);

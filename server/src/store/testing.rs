@@ -25,6 +25,17 @@ pub(crate) fn dataset_of(
     contents: &[Vec<u8>],
     block: impl Fn(u32) -> StoredBlock,
 ) -> Dataset {
+    dataset_at((DatasetId(1), b"d"), nodes, drives, contents, block)
+}
+
+/// Like [`dataset_of`], with this id and this target.
+pub(crate) fn dataset_at(
+    (id, target): (DatasetId, &[u8]),
+    nodes: usize,
+    drives: &[Arc<Drive>],
+    contents: &[Vec<u8>],
+    block: impl Fn(u32) -> StoredBlock,
+) -> Dataset {
     let source = Source {
         path: b"/a.tar".to_vec(),
         prefix: Vec::new(),
@@ -51,13 +62,13 @@ pub(crate) fn dataset_of(
     let built = builder.finish(&|| {}).unwrap();
     let new = NewDataset {
         request: 0,
-        id: DatasetId(1),
-        target: b"d".to_vec(),
+        id,
+        target: target.to_vec(),
         catalog: &built.file,
         drive: &drives[0],
         checksum: built.checksum,
         room: drives[0].reserve(built.len).unwrap(),
-        segments: Arc::new(Segments::create(drives, DatasetId(1)).unwrap()),
+        segments: Arc::new(Segments::create(drives, id).unwrap()),
         stored_bytes: 0,
     };
     new.prepare(NodeId(0), nodes, Some(&|_| None)).unwrap()
