@@ -35,7 +35,8 @@ fn ground() -> Ground {
 
 /// SEMANTICS: "A dataset appears at once and whole on all nodes, or not at all."
 /// SEMANTICS: "If the node is lost that coordinates a stage-in, or if samples of compressed tars are lost with a node, the stage-in
-/// begins again on the nodes that are left. The command says so in one line. If the node is lost that was asked for the stage-in, the
+/// begins again on the nodes that are left, up to the moment when its dataset appears. The command says so in one line. If the node
+/// is lost that was asked for the stage-in, the
 /// stage-in is canceled."
 fn a_server_killed_during_stage_in_ends_it_only_where_it_was_asked_for() {
     let mut hits = 0;

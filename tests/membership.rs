@@ -238,7 +238,7 @@ fn samples(cluster: &Cluster) -> u64 {
 }
 
 /// SEMANTICS: "If the node is lost that coordinates a stage-in, or if samples of compressed tars are lost with a node, the stage-in
-/// begins again on the nodes that are left."
+/// begins again on the nodes that are left, up to the moment when its dataset appears."
 #[test]
 fn a_stage_in_begins_again_when_its_coordinator_is_lost() {
     for (source, lost) in [("a.tar", 0), ("a.tar.gz", 0), ("a.tar.gz", 2)] {

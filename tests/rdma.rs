@@ -8,9 +8,8 @@ mod harness;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use dayfly_meta::deadlines::Deadlines;
 use harness::Ground;
 use serde_json::Value;
 

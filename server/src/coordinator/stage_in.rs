@@ -395,7 +395,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_nodes_that_can_have_a_unit_count_as_readers() {
+    fn only_nodes_that_can_have_a_unit_count_as_readers_and_a_lost_node_takes_no_part() {
         let folder = tempfile::tempdir().unwrap();
         for (sources, participants, readers) in [(1, 4, 1), (3, 4, 3), (9, 4, 4), (9, 1, 1), (0, 4, 1)] {
             let source = |number| {
@@ -414,6 +414,19 @@ mod tests {
             let state = (ledger, drives[0].clone(), plan.counts);
             let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), (NodeId(0), &roster), Deadlines::default());
             assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
+            if participants != 4 {
+                continue;
+            }
+            // A node that was lost takes no part anymore, even if it has returned before anybody looked.
+            let member = roster.member(NodeId(2)).unwrap();
+            for (is_lost, incarnation) in [(true, 0), (false, 1)] {
+                let change = RosterMember { is_lost, incarnation, ..member.clone() };
+                let mut changed = roster.clone();
+                changed.apply(&RosterChange { epoch: 1, coordinator: 0, members: vec![(2, change)] });
+                assert_eq!((stage_in.lost(&roster), stage_in.lost(&changed)), (vec![], vec![NodeId(2)]));
+            }
+            stage_in.set_needs_all_parts();
+            assert!(!stage_in.publish_without(NodeId(2)) && stage_in.participants().len() == 4);
         }
     }
 }

@@ -398,7 +398,7 @@ mod tests {
         assert!(supervision.is_over());
         // Those that fell silent a little earlier are lost, and return.
         let mut supervision = session();
-        pass(&mut supervision, 1, &[0]);
+        pass(&mut supervision, 2, &[0]);
         let changes = pass(&mut supervision, 100, &[0, 1, 2]);
         assert_eq!(changes, [Changes { lost: vec![(NodeId(0), Loss::Silent)], returned: vec![] }]);
         assert_eq!(supervision.heard(NodeId(1)), Greeting::Continue);
