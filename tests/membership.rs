@@ -327,10 +327,11 @@ fn a_session_whose_last_server_dies_is_over_and_says_so() {
         let mut command = ground.dayfly();
         command.args(words).args(QUICK);
         if status == 125 {
-            command.args(["--", "sleep", "600"]);
+            command.args(["--", "sh", "-c", "echo started; exec sleep 600"]);
         }
-        let mut session = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        wait_until("the session runs", || ground.output(&["status"]).status.success());
+        let mut session = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        // The session's id, or what the command prints.
+        BufReader::new(session.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
         let of_user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
         let id = fs::read_dir(of_user).unwrap().next().unwrap().unwrap().file_name().into_string().unwrap();
         let cluster = Cluster { ground, id };

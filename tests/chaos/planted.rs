@@ -3,7 +3,6 @@
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::FileExt;
 use std::process::Stdio;
-use std::sync::PoisonError;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -89,7 +88,6 @@ fn change_segments(pid: i32, data: &std::path::Path) -> usize {
 /// Runs a session without faults, except for the planted one, and checks that the run fails with one of these words. With a tenth of
 /// the deadlines, a busy machine can end a run before it comes to the defect; then there is another run.
 fn is_found(planted: Planted, words: &[&str]) {
-    let _turn = crate::TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let mut failures = Vec::new();
     for _ in 0..ATTEMPTS {
         match run(Schedule::calm(1), Some(planted)) {
@@ -103,7 +101,6 @@ fn is_found(planted: Planted, words: &[&str]) {
 
 #[test]
 fn a_session_without_a_planted_defect_has_no_failure() {
-    let _turn = crate::TURN.lock().unwrap_or_else(PoisonError::into_inner);
     if let Err(failure) = run(Schedule::calm(1), None) {
         panic!("{failure}");
     }
