@@ -80,7 +80,7 @@ impl SlowStageIn {
     fn begin(cluster: &Cluster, source: &str, node: u16, target: &str) -> Self {
         let source = cluster.at(source);
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--max-rate", "1M", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+        command.args(["stage-in", "--max-rate", "300K", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
         let mut command = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let (mut messages, mut seen) = (BufReader::new(command.stderr.take().unwrap()), String::new());
         while !seen.contains("staging in ") {
