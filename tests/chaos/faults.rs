@@ -226,10 +226,15 @@ impl Run {
         (0..NODES).filter(move |node| !nodes.contains(node) && !self.dead.contains(node))
     }
 
-    /// Returns whether all other nodes count these nodes as lost, or all count them as members; `None` if they do not agree.
+    /// Returns whether all other nodes count these nodes as lost, or all count them as members; `None` if they do not agree. If no other
+    /// node lives, these nodes themselves are asked.
     fn are_lost(&self, nodes: &[u16]) -> Option<bool> {
         let mut agreed = None;
-        for asked in self.observers(nodes) {
+        let mut observers: Vec<u16> = self.observers(nodes).collect();
+        if observers.is_empty() {
+            observers.extend(nodes);
+        }
+        for asked in observers {
             let mut command = self.cluster().dayfly();
             command.args(["status", "--json"]).env("DAYFLY_SESSION", &self.cluster().id).env("DAYFLY_NODE", asked.to_string());
             // The command fails if a node does not answer and is not lost.
