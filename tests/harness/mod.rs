@@ -315,7 +315,7 @@ pub(crate) fn assert_no_hang(start: Instant) {
 /// subject is a deadline use this: `tests/tidy.rs` lists them.
 #[track_caller]
 pub(crate) fn assert_within(limit: Duration, start: Instant) {
-    let (took, late) = (start.elapsed(), witness::lateness());
+    let (took, late) = (start.elapsed(), witness::lateness_since(start));
     assert!(took < limit + late, "took {took:?} instead of at most {limit:?}; this process was late by {late:?}");
 }
 

@@ -23,7 +23,7 @@ use std::collections::HashMap;
 use std::fmt::{self, Display, Formatter};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -40,8 +40,8 @@ const STARVED_MIN: Duration = Duration::from_secs(1);
 /// The kernel adds a thread's wait to its statistics only when the wait is over. A test that has failed gives it this long.
 const LAST_WAITS: Duration = Duration::from_millis(500);
 
-/// The sum of the late times of the witness's thread.
-static LATE_NANOS: AtomicU64 = AtomicU64::new(0);
+/// When the witness's thread woke up late, and by how much.
+static LATE: Mutex<Vec<(Instant, Duration)>> = Mutex::new(Vec::new());
 /// The servers of all grounds of this process.
 static ALL_SERVERS: Mutex<Vec<Weak<Servers>>> = Mutex::new(Vec::new());
 
@@ -51,7 +51,12 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Returns how late the witness's thread has woken up, in sum, since it was started with the first [`super::Ground`].
 pub(crate) fn lateness() -> Duration {
-    Duration::from_nanos(LATE_NANOS.load(Ordering::Relaxed))
+    locked(&LATE).iter().map(|(_, late)| *late).sum()
+}
+
+/// Returns how late the witness's thread has woken up, in sum, since `start`.
+pub(crate) fn lateness_since(start: Instant) -> Duration {
+    locked(&LATE).iter().rev().take_while(|(at, _)| *at >= start).map(|(_, late)| *late).sum()
 }
 
 /// How long each thread of some processes has waited for a processor.
@@ -228,7 +233,7 @@ fn watch() {
         thread::sleep(SLEEP);
         let late = begin.elapsed().saturating_sub(SLEEP);
         if late >= LATE_MIN {
-            LATE_NANOS.fetch_add(late.as_nanos() as u64, Ordering::Relaxed);
+            locked(&LATE).push((Instant::now(), late));
         }
         if looked.elapsed() >= LOOK_INTERVAL {
             looked = Instant::now();

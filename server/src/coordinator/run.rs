@@ -267,7 +267,10 @@ async fn reach_all(context: &CoordinatorContext) -> Result<Arc<Roster>, Coordina
         });
         let mut failures = join_all(asking).await.into_iter().flatten();
         let Some((node, cause)) = failures.next() else { return Ok(roster) };
-        if start.elapsed() > patience || !cause.is_absence() {
+        if !cause.is_absence() {
+            return Err(cause.into());
+        }
+        if start.elapsed() > patience && context.peers.roster().is_live(node) {
             let (coordinator, seconds) = (context.node, patience.as_secs());
             return Err(CoordinatorError::OutOfReach { node, coordinator, seconds, cause });
         }

@@ -80,9 +80,10 @@ enum State {
         ticks: u32,
     },
     Lost,
-    /// A lost member that has been told to catch up.
+    /// A lost member that was told so many ticks ago to catch up.
     Returning {
         silent_ticks: u32,
+        ticks: u32,
     },
     /// A lost member that has caught up.
     CaughtUp,
@@ -148,11 +149,6 @@ impl Supervision {
         self.members.iter().all(|member| is_gone(&member.state))
     }
 
-    /// Returns whether a server has said that it ends. Then somebody has ended it on purpose.
-    pub fn has_ended(&self) -> bool {
-        self.members.iter().any(|member| matches!(member.state, State::Ended { .. }))
-    }
-
     /// Returns whether a new server can take a node's place: its server is lost, and none is about to return.
     pub fn is_vacant(&self, node: NodeId) -> bool {
         let is_gone = |state: &State| matches!(state, State::Lost | State::Ended { .. });
@@ -167,7 +163,7 @@ impl Supervision {
     /// Returns for how many ticks a member has been silent. A member without a control channel is not silent, but gone.
     pub fn silent_ticks(&self, node: NodeId) -> u32 {
         match self.members.get(node.index()).map(|member| &member.state) {
-            Some(State::Live { silent_ticks } | State::Returning { silent_ticks }) => *silent_ticks,
+            Some(State::Live { silent_ticks } | State::Returning { silent_ticks, .. }) => *silent_ticks,
             _ => 0,
         }
     }
@@ -183,7 +179,7 @@ impl Supervision {
     pub fn heard(&mut self, node: NodeId) -> Greeting {
         let Some(member) = self.members.get_mut(node.index()) else { return Greeting::Continue };
         match &mut member.state {
-            State::Live { silent_ticks } | State::Returning { silent_ticks } => *silent_ticks = 0,
+            State::Live { silent_ticks } | State::Returning { silent_ticks, .. } => *silent_ticks = 0,
             State::Closed { .. } => member.state = State::Live { silent_ticks: 0 },
             State::Ended { .. } | State::CaughtUp => {}
             State::Lost => return member.invite(),
@@ -248,7 +244,8 @@ impl Supervision {
     /// Lets one interval pass. If any member is lost or has returned, this begins a new epoch.
     ///
     /// Silence alone never ends a session: members that are silent are not lost if no other member would be left. They may stand still
-    /// together, like those of a suspended job, and have all datasets when they continue.
+    /// together, like those of a suspended job, and have all datasets when they continue. Only if others have continued, and have
+    /// waited for them once more for as long, are they lost.
     pub fn tick(&mut self) -> Changes {
         let mut changes = Changes::default();
         let mut silent = Vec::new();
@@ -273,7 +270,8 @@ impl Supervision {
                         changes.lost.push((node, Loss::Ended));
                     }
                 }
-                State::Returning { silent_ticks } => {
+                State::Returning { silent_ticks, ticks } => {
+                    *ticks = (*ticks + 1).min(self.patience.silent_ticks + 1);
                     if self.roster.is_live(node) {
                         changes.lost.push((node, Loss::Replaced));
                     }
@@ -289,8 +287,11 @@ impl Supervision {
                 State::Lost => {}
             }
         }
-        let is_left = |(number, member): (u16, &Supervised)| {
-            matches!(member.state, State::Live { .. } | State::Closed { .. }) && !silent.contains(&NodeId(number))
+        let is_left = |(number, member): (u16, &Supervised)| match member.state {
+            State::Live { .. } => !silent.contains(&NodeId(number)),
+            // It has waited in vain for the silent ones, from which it is to learn the datasets.
+            State::Returning { ticks, .. } => ticks > self.patience.silent_ticks,
+            _ => false,
         };
         if (0..).zip(&self.members).any(is_left) {
             for node in silent {
@@ -332,7 +333,7 @@ impl Supervised {
     fn invite(&mut self) -> Greeting {
         self.incarnation += 1;
         self.is_complete = false;
-        self.state = State::Returning { silent_ticks: 0 };
+        self.state = State::Returning { silent_ticks: 0, ticks: 0 };
         Greeting::Return { incarnation: self.incarnation }
     }
 }
@@ -392,10 +393,19 @@ mod tests {
         [0, 1].into_iter().for_each(|node| supervision.closed(NodeId(node)));
         assert_eq!(pass(&mut supervision, 100, &[0, 1, 2]).len(), 1, "the two that closed their channels are lost");
         assert_eq!(supervision.roster().live().collect::<Vec<_>>(), [NodeId(2)]);
-        assert!(!supervision.is_over() && !supervision.has_ended());
+        assert!(!supervision.is_over());
         supervision.closed(NodeId(2));
         pass(&mut supervision, 3, &[0, 1, 2]);
         assert!(supervision.is_over());
+        // One of those that stand still dies.
+        let mut supervision = session();
+        pass(&mut supervision, 100, &[0, 1, 2]);
+        supervision.closed(NodeId(1));
+        assert_eq!(
+            pass(&mut supervision, 100, &[0, 1, 2]),
+            [Changes { lost: vec![(NodeId(1), Loss::Closed)], returned: vec![] }]
+        );
+        assert!(!supervision.is_over());
         // Those that fell silent a little earlier are lost, and return.
         let mut supervision = session();
         pass(&mut supervision, 2, &[0]);
@@ -403,6 +413,15 @@ mod tests {
         assert_eq!(changes, [Changes { lost: vec![(NodeId(0), Loss::Silent)], returned: vec![] }]);
         assert_eq!(supervision.heard(NodeId(1)), Greeting::Continue);
         assert_eq!(supervision.heard(NodeId(0)), Greeting::Return { incarnation: 1 });
+        // The one that had all datasets never continues: the session does not wait for it forever.
+        let mut supervision = session();
+        pass(&mut supervision, 2, &[1, 2]);
+        pass(&mut supervision, 100, &[0, 1, 2]);
+        assert_eq!(supervision.roster().live().collect::<Vec<_>>(), [NodeId(0)]);
+        assert_eq!(pass(&mut supervision, 5, &[0]), []);
+        assert!(!supervision.is_over());
+        pass(&mut supervision, 5, &[0]);
+        assert!(supervision.is_over());
     }
 
     #[test]

@@ -116,6 +116,8 @@ struct Lease {
     replacements: Replacements,
     deadlines: Deadlines,
     last_channel: u64,
+    /// The member that was lost last, and why; `None` if its server was told to end.
+    last_loss: Option<(String, String)>,
     messages: mpsc::Receiver<Message>,
     message_sender: mpsc::Sender<Message>,
     /// One task for each channel. They end with the lease.
@@ -144,6 +146,7 @@ impl Lease {
             replacements: Replacements::new(request),
             deadlines,
             last_channel: 0,
+            last_loss: None,
             messages,
             message_sender,
             receivers: JoinSet::new(),
@@ -158,8 +161,8 @@ impl Lease {
 
     /// Returns why the session is over, unless somebody has ended its servers.
     fn why_over(&self) -> Option<String> {
-        let last = self.members.iter().find(|member| !member.closed.is_empty()).filter(|_| !self.supervision.has_ended())?;
-        Some(format!("all servers of the session are lost, and its datasets with them; {}: {}", last.name, last.closed))
+        let (last, reason) = self.last_loss.as_ref()?;
+        Some(format!("all servers of the session are lost, and its datasets with them; the last one was {last}: {reason}"))
     }
 
     /// Starts to receive messages on a channel.
@@ -193,6 +196,7 @@ impl Lease {
             Ok(FromServer::Ended) => {
                 // The server was told to exit, so the end of its channel, however late, must not look like a death.
                 member.channel = None;
+                self.last_loss = None;
                 self.supervision.ended(node);
             }
             Ok(FromServer::Failed { reason, .. }) => return Err(format!("{}: {reason}", member.name)),
@@ -357,6 +361,7 @@ impl Lease {
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
             tracing::warn!(member = name, reason, "a server is lost");
+            self.last_loss = (loss != Loss::Ended).then(|| (name.clone(), reason.clone()));
             self.replacements.request().notices.show(format_args!("{name} is lost: {reason}"));
             if loss == Loss::Closed {
                 self.replacements.plan(node, &self.members[node.index()].host, Duration::ZERO);
