@@ -180,6 +180,9 @@ fn a_stage_in_whose_copies_fail_leaves_nothing_behind() {
     read_all(&session, 1, &lens);
 }
 
+/// The rate at which all nodes together read sources of some 10 MB, in bytes a second.
+const RATE: u64 = 8 << 20;
+
 /// Stages sources in, and lets a node other than node 0 die at the first request to it for which `is_time` holds. Returns the node,
 /// and the events of the stage-in.
 fn stage_while_a_node_dies(
@@ -202,7 +205,8 @@ fn stage_while_a_node_dies(
         selection: Selection::default(),
         seed: 1,
         replace: false,
-        max_rate: None,
+        // No node can read everything before the others have begun.
+        max_rate: Some(RATE),
         require_fit: false,
         copies,
     };
