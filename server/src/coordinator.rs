@@ -187,9 +187,9 @@ impl Coordinator {
         }
     }
 
-    /// Fails a stage-in, because it failed on a node.
+    /// Fails a stage-in, because it failed on a node. A node that was lost takes no part anymore, so its failure does not count.
     pub(crate) fn fail(&self, number: u64, node: NodeId, rejection: Rejection) {
-        if let Some(stage_in) = self.registry.get(number) {
+        if let Some(stage_in) = self.registry.get(number).filter(|stage_in| stage_in.participants().contains(&node)) {
             stage_in.fail(CoordinatorError::on_node(&self.context.peers, node, rejection));
         }
     }

@@ -160,7 +160,8 @@ impl CoordinatorError {
     /// succeed.
     pub(super) fn is_absence(&self) -> bool {
         // A node leaves the stage-in if its coordinator does not answer for a while, or if a new server takes the node's place.
-        let has_left = |rejection: &Rejection| rejection.kind == RejectionKind::NoSuchStageIn;
+        // The workers of a node that leaves may say so first.
+        let has_left = |rejection: &Rejection| matches!(rejection.kind, RejectionKind::NoSuchStageIn | RejectionKind::Cancelled);
         match self {
             Self::Shared(error) => error.is_absence(),
             Self::NodeLost { .. } | Self::NodeSilent { .. } | Self::StoodDown => true,
