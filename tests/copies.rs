@@ -230,20 +230,23 @@ fn begins_again(events: &[Event]) -> bool {
     events.iter().any(|event| matches!(event, Event::Restarted { .. }))
 }
 
+/// The parts of a source of some 19 MB.
+const PARTS: usize = 16;
+
 /// SEMANTICS: "It also begins again if a node is lost while the sources are listed or while the catalog is built"
 #[test]
 fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read() {
     let lens: Vec<usize> = (0..640).map(|number| number * 371 % 60_000).collect();
     for is_packed in [false, true] {
         let mut session = Inside::new(4, false);
-        // All nodes read some of many small sources.
+        // Each part is larger than the units of which a worker takes several at once, so all nodes read some.
         let tree = session.write(&lens);
-        let names = |number: usize| (tree.join(number.to_string()), session.work.path().join(format!("part{}", number % 32)));
-        let sources = (0..32).map(|part| {
+        let names = |number: usize| (tree.join(number.to_string()), session.work.path().join(format!("part{}", number % PARTS)));
+        let sources = (0..PARTS).map(|part| {
             let folder = names(part).1;
             fs::create_dir(&folder).unwrap();
             (part..lens.len())
-                .step_by(32)
+                .step_by(PARTS)
                 .for_each(|number| fs::rename(names(number).0, folder.join(number.to_string())).unwrap());
             let archive = folder.with_extension("tar");
             pack(&archive, &folder, &[]);
@@ -253,7 +256,7 @@ fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read()
         let is_reading_a_run = |_, request: &ReadRequest| matches!(request, ReadRequest::Run { .. });
         let (dead, events) = stage_while_a_node_dies(&mut session, &sources, Copies::default(), is_reading_a_run);
         assert!(begins_again(&events), "{events:?}");
-        let in_folder = |number| format!("/dayfly/d/part{}/{number}", number % 32).into_bytes();
+        let in_folder = |number| format!("/dayfly/d/part{}/{number}", number % PARTS).into_bytes();
         let path = if is_packed { path } else { in_folder };
         (0..4).filter(|&node| NodeId(node) != dead).for_each(|node| read_all_at(&session, node, &lens, path));
     }
