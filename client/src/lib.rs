@@ -63,6 +63,7 @@ mod error;
 pub mod fault;
 mod fetch;
 pub mod fork;
+mod greeting;
 mod heartbeat;
 pub mod interruption;
 pub mod locate;

@@ -371,7 +371,7 @@ pub struct Summary {
     pub imbalance_permille: u64,
     /// How many nodes store each block.
     pub copies: u16,
-    /// Bytes of the blocks that were copied to further nodes.
+    /// Bytes of the blocks that were copied to further nodes, which have confirmed it and are not lost.
     pub copied_bytes: u64,
     /// Bytes of copies that are missing, because they found no room, or because a node was lost.
     pub uncopied_bytes: u64,

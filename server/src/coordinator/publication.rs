@@ -8,9 +8,8 @@ use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX};
 use dayfly_meta::path::display;
-use dayfly_meta::wire::control::{Copies, Counts, Phase, StageInRequest, Summary};
+use dayfly_meta::wire::control::{Copies, Counts, NodeShare, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
-use dayfly_meta::wire::status::Reads;
 use futures_util::future::join_all;
 use tokio::time::sleep;
 
@@ -48,16 +47,8 @@ pub(super) struct Publication<'a> {
     pub(super) fit: Fit,
     /// How many nodes store each block.
     pub(super) copies: u16,
-    /// What has been copied.
-    pub(super) copied: Mutex<Copied>,
-}
-
-/// What all nodes have copied.
-#[derive(Clone, Copy, Default)]
-pub(super) struct Copied {
-    wanted_bytes: u64,
-    copied: Reads,
-    uncopied: Reads,
+    /// How many bytes of copies each node has made.
+    pub(super) copied_bytes: Mutex<HashMap<NodeId, u64>>,
 }
 
 impl Publication<'_> {
@@ -162,9 +153,9 @@ impl Publication<'_> {
         let request = NodeStageInRequest::Copy { stage_in: self.stage_in.number, is_required };
         self.stage_in.progress().phase = Phase::Copying;
         let mut detector = StallDetector::new(deadlines);
-        let mut wanted_by = HashMap::new();
+        let mut copied_bytes = HashMap::new();
         loop {
-            let (mut all, mut all_steps, mut left, mut slowest) = (Copied::default(), 0, 0, None);
+            let (mut wanted_bytes, mut all_steps, mut left, mut slowest) = (0, 0, 0, None);
             let nodes = self.stage_in.participants().into_iter().filter(|&node| context.peers.roster().is_live(node));
             let asking = nodes.map(|node| {
                 let asked = context.peers.ask(node, request.clone(), deadlines.request);
@@ -172,11 +163,9 @@ impl Publication<'_> {
             });
             for (node, reply) in join_all(asking).await {
                 let is_done = match reply {
-                    Ok(NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done }) => {
-                        all.wanted_bytes += wanted.bytes;
-                        wanted_by.insert(node, wanted);
-                        all.copied.add(copied);
-                        all.uncopied.add(uncopied);
+                    Ok(NodeStageInReply::Copying { wanted, copied, steps, is_done }) => {
+                        wanted_bytes += wanted.bytes;
+                        copied_bytes.insert(node, copied.bytes);
                         all_steps += steps;
                         is_done
                     }
@@ -192,14 +181,10 @@ impl Publication<'_> {
             }
             {
                 let mut progress = self.stage_in.progress();
-                (progress.copied_bytes, progress.to_copy_bytes) = (all.copied.bytes, all.wanted_bytes);
+                (progress.copied_bytes, progress.to_copy_bytes) = (copied_bytes.values().sum(), wanted_bytes);
             }
             let Some(node) = slowest else {
-                // Nobody has the copies of a node that was lost meanwhile, until other nodes make them again.
-                let roster = context.peers.roster();
-                let of_lost = wanted_by.into_iter().filter(|(node, _)| !roster.is_live(*node));
-                of_lost.for_each(|(_, wanted)| all.uncopied.add(wanted));
-                *self.copied.lock().unwrap_or_else(PoisonError::into_inner) = all;
+                *self.copied_bytes.lock().unwrap_or_else(PoisonError::into_inner) = copied_bytes;
                 return Ok(());
             };
             if detector.is_stalled(all_steps) {
@@ -289,6 +274,21 @@ impl Publication<'_> {
         join_all(self.stage_in.participants().into_iter().map(ask)).await.into_iter().collect()
     }
 
+    /// Returns how many bytes of copies there are and how many are missing. What is on a node that has been lost does not count, even
+    /// if the node has returned.
+    fn copied(&self, nodes: &[NodeShare]) -> (u64, u64) {
+        if self.copies == 1 {
+            return (0, 0);
+        }
+        let lost = self.stage_in.lost(&self.coordinator.context.peers.roster());
+        let members: Vec<NodeId> = self.stage_in.participants().into_iter().filter(|node| !lost.contains(node)).collect();
+        let copied_by = self.copied_bytes.lock().unwrap_or_else(PoisonError::into_inner);
+        let copied: u64 = members.iter().filter_map(|node| copied_by.get(node)).sum();
+        let owned: u64 = members.iter().filter_map(|node| Some(nodes.get(node.index())?.bytes)).sum();
+        let promised = nodes.iter().map(|node| node.bytes).sum::<u64>() * u64::from(self.copies);
+        (copied, promised.saturating_sub(owned + copied))
+    }
+
     /// Returns the summary for the user. `unsettled` is the error if a node could not settle.
     pub(super) async fn summary(
         &self,
@@ -315,11 +315,11 @@ impl Publication<'_> {
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage_in.progress().nodes).zip(rates) {
             (node.counted, node.rates) = (*counted, rates);
         }
-        let copied = *self.copied.lock().unwrap_or_else(PoisonError::into_inner);
+        let (copied_bytes, uncopied_bytes) = self.copied(&nodes);
         Ok(Summary {
             copies: self.copies,
-            copied_bytes: copied.copied.bytes,
-            uncopied_bytes: copied.uncopied.bytes,
+            copied_bytes,
+            uncopied_bytes,
             samples: merged.samples,
             bytes: merged.bytes,
             others: merged.others,
@@ -344,13 +344,14 @@ pub(super) async fn summary_of(
     dataset: Arc<Dataset>,
     start: Instant,
 ) -> Result<Summary, CoordinatorError> {
-    let (nodes, header) = (context.peers.count(), *dataset.catalog().header());
-    let distribution = context.blocking.run(move || Distribution::of(&dataset, nodes)).await?;
+    let (nodes, header, roster) = (context.peers.count(), *dataset.catalog().header(), context.peers.roster());
+    let read = move || (Distribution::of(&dataset, nodes), dataset.bytes_of_copies_on(|node| !roster.is_live(node)));
+    let (distribution, uncopied_bytes) = context.blocking.run(read).await?;
     let Distribution { nodes, sizes, classes, archives } = distribution;
     Ok(Summary {
         copies: header.copies,
         copied_bytes: 0,
-        uncopied_bytes: 0,
+        uncopied_bytes,
         samples: header.samples.into(),
         bytes: header.bytes,
         others: u64::from(header.entries.saturating_sub(header.samples)),

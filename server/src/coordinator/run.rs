@@ -166,7 +166,7 @@ async fn run_to_end(
         free,
         fit,
         copies,
-        copied: Mutex::default(),
+        copied_bytes: Mutex::default(),
     };
     let preparing = async {
         tokio::select! {

@@ -36,8 +36,6 @@ pub(super) enum Fault {
     Kill(NodeId),
     /// A node suffers this when it has sent a number of messages of this name. All of these messages come from the coordinator.
     Strike(&'static str, u32, Blow),
-    /// These nodes suffer this when a number of messages of this name have been sent.
-    StrikeNodes(&'static str, u32, &'static [u16], Blow),
     /// The stage-in is canceled.
     Cancel,
     /// A source of the stage-in is truncated.
@@ -139,14 +137,16 @@ pub(super) async fn apply(net: &Arc<Net>, supervisor: &Shared, fault: Fault) {
                 strike(net, node, blow).await;
             }
         }
-        Fault::StrikeNodes(message, count, nodes, blow) => {
-            if let Ok(Some(_)) = timeout(STRIKE_WITHIN, net.trap(message, count)).await {
-                net.note(&format!("nodes {nodes:?} are struck: {blow:?}"));
-                join_all(nodes.iter().map(|&node| strike(net, NodeId(node), blow))).await;
-            }
-        }
         Fault::Cancel | Fault::Truncate => {}
     }
+}
+
+/// Strikes nodes when a number of messages of this name have been sent. Returns `false` if there are not as many.
+pub(super) async fn strike_nodes(net: &Arc<Net>, (message, count): (&'static str, u32), nodes: &[u16], blow: Blow) -> bool {
+    let Ok(Some(_)) = timeout(STRIKE_WITHIN, net.trap(message, count)).await else { return false };
+    net.note(&format!("nodes {nodes:?} are struck: {blow:?}"));
+    join_all(nodes.iter().map(|&node| strike(net, NodeId(node), blow))).await;
+    true
 }
 
 async fn strike(net: &Arc<Net>, node: NodeId, blow: Blow) {

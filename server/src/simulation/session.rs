@@ -11,7 +11,7 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, STAGE_IN_MEMORY_MIN};
-use dayfly_meta::wire::control::{Copies, Event, StageInRequest};
+use dayfly_meta::wire::control::{Copies, Event, StageInRequest, Summary};
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::{Agreement, Key, Options, Transport};
 use tokio::sync::{Notify, mpsc};
@@ -266,7 +266,7 @@ impl Session<'_> {
         target: &[u8],
         cancelled: impl Future<Output = ()>,
     ) -> Result<(), String> {
-        self.stage_in_as(server, self.request(sources, target), cancelled).await
+        self.stage_in_as(server, self.request(sources, target), cancelled).await.map(drop)
     }
 
     /// Returns the request for a stage-in.
@@ -286,14 +286,14 @@ impl Session<'_> {
         server: &Arc<Node>,
         request: StageInRequest,
         cancelled: impl Future<Output = ()>,
-    ) -> Result<(), String> {
+    ) -> Result<Box<Summary>, String> {
         let (sender, mut events) = mpsc::channel(EVENTS_QUEUE_LEN);
         let (target, start) = (request.target.clone(), Instant::now());
         let stage_in = tokio::spawn(crate::coordinator::stage_in(server.parts.peers.clone(), request, sender));
         let end = async {
             loop {
                 match events.recv().await {
-                    Some(Event::StagedIn(_)) => return Ok(()),
+                    Some(Event::StagedIn(summary)) => return Ok(summary),
                     Some(Event::Failed { reason, .. }) => return Err(reason),
                     Some(_) => {}
                     None => return Err("the stage-in ended without a result".to_owned()),
@@ -309,7 +309,11 @@ impl Session<'_> {
         // The stage-in must end on its own, even if nobody receives its events.
         let ended = if timeout(HANG / 2, stage_in).await.is_err() { Err("the stage-in does not end".to_owned()) } else { ended };
         let took = start.elapsed();
-        self.net.note(&format!("the stage-in of {} ends after {took:?}: {ended:?}", String::from_utf8_lossy(&target)));
+        self.net.note(&format!(
+            "the stage-in of {} ends after {took:?}: {:?}",
+            String::from_utf8_lossy(&target),
+            ended.as_ref().err()
+        ));
         let node = server.parts.config.node;
         let is_member = !self.net.health(node).is_killed && server.parts.peers.roster().is_live(node);
         if ended.is_ok() && is_member && dataset(server, &target).is_none() {

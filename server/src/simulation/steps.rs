@@ -5,17 +5,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::NodeId;
-use dayfly_meta::wire::control::Copies;
+use dayfly_meta::id::{BlockId, NodeId};
+use dayfly_meta::wire::control::{Copies, Summary};
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_transport::Agreement;
 use tokio::time::{Instant, sleep};
 
-use super::faults::{Blow, Fault, apply};
+use super::faults::{Blow, Fault, apply, strike_nodes};
 use super::jobs::{Jobs, Pool};
 use super::net::Net;
 use super::random::Random;
-use super::session::Session;
+use super::session::{Session, dataset};
 use super::source::{Source, scratch};
 use super::supervisor::Supervisor;
 use crate::Node;
@@ -82,6 +82,11 @@ impl Case {
         let is_dead = matches!(self.blow, Blow::Kill);
         let begins_to_appear = matches!(self.step.0, "Commit" | "Settle");
         is_dead && begins_to_appear && self.is_compressed && usize::from(self.copies) <= self.victims.len()
+    }
+
+    /// Returns whether such a stage-in has this step.
+    fn has_step(&self) -> bool {
+        self.step.0 != "Copy" || self.copies > 1
     }
 
     /// Plays the case, and returns the promises that it broke.
@@ -153,19 +158,41 @@ impl Session<'_> {
         (staged, took)
     }
 
+    /// Checks that a stage-in's summary, which `asked` has received, counts no copy that no member has.
+    fn check_copies(&self, asked: &Node, servers: &[Arc<Node>], summary: &Summary) {
+        let roster = asked.parts.peers.roster();
+        let members = servers.iter().filter(|server| roster.is_live(server.parts.config.node));
+        let shown: Vec<_> = members.filter_map(|server| dataset(server, TARGET)).collect();
+        let Some(catalog) = shown.first().map(|dataset| dataset.catalog()) else { return };
+        let missing = |block| {
+            let (_, len) = catalog.block(block).unwrap();
+            let held = shown.iter().filter(|dataset| dataset.has_own_copy(block)).count() as u64;
+            len * u64::from(summary.copies).saturating_sub(held)
+        };
+        let missing_bytes: u64 = (0..catalog.header().blocks).map(BlockId).map(missing).sum();
+        if summary.copies > 1 && summary.uncopied_bytes < missing_bytes {
+            self.broken(format!("{missing_bytes} bytes of copies are missing, the summary says {}", summary.uncopied_bytes));
+        }
+    }
+
     async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) {
         let servers = self.start(NODES, random, jobs).await;
         let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
         servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
         let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
-        let (net, shared) = (self.net.clone(), supervisor.shared().clone());
-        let fault = Fault::StrikeNodes(case.step.0, case.step.1, case.victims, case.blow);
-        let striking = tokio::spawn(async move { apply(&net, &shared, fault).await });
-        let asked = (0..NODES).find(|node| !case.victims.contains(node)).unwrap();
-        let staged = self.stage_in(&servers[usize::from(asked)], &[source], TARGET, std::future::pending()).await;
+        let (net, step, victims, blow) = (self.net.clone(), case.step, case.victims, case.blow);
+        let striking = tokio::spawn(async move { strike_nodes(&net, step, victims, blow).await });
+        let asked = &servers[(0..NODES).find(|node| !case.victims.contains(node)).map(usize::from).unwrap()];
+        let staged = self.stage_in_as(asked, self.request(&[source], TARGET), std::future::pending()).await;
+        if let Ok(summary) = &staged {
+            self.check_copies(asked, &servers, summary);
+        }
+        let staged = staged.map(drop);
         sleep(BLOWS_END).await;
         self.net.heal();
-        striking.await.unwrap();
+        if !striking.await.unwrap() && case.has_step() {
+            self.broken("the step did not happen".to_owned());
+        }
         sleep(BLOWS_END).await;
         let is_killed = |server: &Arc<Node>| self.net.health(server.parts.config.node).is_killed;
         let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !is_killed(server)).cloned().collect();

@@ -32,7 +32,6 @@ pub(super) struct Copying {
 struct State {
     wanted: Reads,
     copied: Reads,
-    uncopied: Reads,
     /// Grows as long as there is progress.
     steps: u64,
     end: Option<Result<(), Arc<NodeStageInError>>>,
@@ -77,8 +76,8 @@ impl NodeStageIn {
             Some(Ok(())) => true,
             None => false,
         };
-        let State { wanted, copied, uncopied, steps, .. } = *state;
-        Ok(NodeStageInReply::Copying { wanted, copied, uncopied, steps, is_done })
+        let State { wanted, copied, steps, .. } = *state;
+        Ok(NodeStageInReply::Copying { wanted, copied, steps, is_done })
     }
 
     async fn copy_all(
@@ -188,9 +187,6 @@ impl NodeStageIn {
                 return Err(NodeStageInError::LostUncopied { owner });
             }
             // Recovery reads the others from their origins.
-            if first.index == 0 || partial.is_some() {
-                progress.state().uncopied.add(total);
-            }
             return Ok(None);
         }
         let positions = match partial {
@@ -200,10 +196,7 @@ impl NodeStageIn {
             _ => match self.allocate(dataset, &lens).await? {
                 Some(positions) => positions,
                 None if is_required => return Err(NodeStageInError::NoCopyRoom(total.bytes)),
-                None => {
-                    progress.state().uncopied.add(total);
-                    return Ok(None);
-                }
+                None => return Ok(None),
             },
         };
         let Some(&position) = positions.first() else { return Ok(None) };

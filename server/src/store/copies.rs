@@ -46,6 +46,19 @@ impl Dataset {
         self.holders_without(block, &NOBODY)
     }
 
+    /// Returns how many bytes of a dataset with copies are to be on these nodes. Reads the whole catalog.
+    pub(crate) fn bytes_of_copies_on(&self, is_counted: impl Fn(NodeId) -> bool) -> u64 {
+        if self.copies() == 1 {
+            return 0;
+        }
+        let blocks = (0..self.catalog().header().blocks).map(BlockId).filter(|&block| self.catalog().is_stored(block));
+        let held = blocks.map(|block| {
+            let len = self.catalog().block(block).map_or(0, |(_, len)| len);
+            len * self.holders(block).into_iter().filter(|&node| is_counted(node)).count() as u64
+        });
+        held.sum()
+    }
+
     /// Returns whether the dataset has copies, and a node is to hold one of a block.
     pub(crate) fn is_copied_to(&self, block: BlockId, node: NodeId) -> bool {
         self.copies() > 1 && self.holders(block).contains(&node)
@@ -75,7 +88,7 @@ impl Dataset {
     }
 
     /// Returns whether a stage-in stored a block on this node, as its owner or as a copy.
-    pub(super) fn has_own_copy(&self, block: BlockId) -> bool {
+    pub(crate) fn has_own_copy(&self, block: BlockId) -> bool {
         matches!(self.locations().find(block), Some(Location::Owned(_)))
     }
 

@@ -132,8 +132,6 @@ pub enum NodeStageInReply {
         wanted: Reads,
         /// The blocks that have been copied.
         copied: Reads,
-        /// The blocks that found no room.
-        uncopied: Reads,
         /// A number that grows as long as there is progress.
         steps: u64,
         /// Whether the node has copied all it can, and the copies are on its drives.
