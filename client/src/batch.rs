@@ -215,7 +215,10 @@ impl<S: Deref<Target = Session>> Batch<S> {
     ) -> Result<Self, ClientError> {
         // The views must begin before any location is looked up. The batch keeps its connection until the batch ends, because the
         // server identifies the owner of the views by the connection.
-        let connection = session.take_connection().ok();
+        let connection = match session.take_connection() {
+            Err(ClientError::Interrupted) => return Err(ClientError::Interrupted),
+            taken => taken.ok(),
+        };
         let begin_views = |Connection { socket, attachment }: &Connection| attachment.begin_views(socket.slot());
         let views = connection.as_ref().map(begin_views);
         let mut batch = Self {

@@ -609,11 +609,14 @@ def fresh(session, tmp_path):
     return f"/dayfly/{tmp_path.name}"
 
 
-def test_an_interrupt_ends_a_wait(session, fresh):
+# With a view, the read needs a new connection, for which it waits first.
+@pytest.mark.parametrize("held", ["None", "data.views(far[:1])"])
+def test_an_interrupt_ends_a_wait(session, fresh, held):
     code = (
         "import signal, threading, time, os, dayfly\n"
         f"data = dayfly.attach().dataset('{fresh}')\n"
         "far = [id for id in range(len(data)) if not data.is_here([id])[0] and data.sizes()[id] > 0]\n"
+        f"held = {held}\n"
         "print('ready', flush=True)\n"
         "input()\n"
         "threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()\n"

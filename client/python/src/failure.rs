@@ -15,6 +15,9 @@ create_exception!(dayfly, Error, PyException, "A failure that is not about a fil
 
 /// Returns the exception for a failure about a path.
 pub(crate) fn at(py: Python<'_>, path: &[u8], error: ViewError) -> PyErr {
+    if let Some(raised) = wait::raised() {
+        return raised;
+    }
     if let ViewError::Client(ClientError::Interrupted) = error {
         return wait::interruption();
     }
@@ -35,6 +38,9 @@ pub(crate) fn os_error(py: Python<'_>, errno: i32, text: &str, path: &[u8]) -> P
 
 /// Returns the exception for a failure that names its file itself, or concerns none.
 pub(crate) fn general(error: ClientError) -> PyErr {
+    if let Some(raised) = wait::raised() {
+        return raised;
+    }
     match error {
         ClientError::Interrupted => wait::interruption(),
         ClientError::Path { path, reason, errno } => PyOSError::new_err((errno, without_os_numbers(&reason).into_owned(), path)),

@@ -2,7 +2,8 @@
 //!
 //! The client library asks after each signal and after each poll interval whether the wait shall end. The answer is found by the
 //! interpreter: it runs the program's signal handlers, and if one of them raises an exception, the wait ends and the exception goes
-//! to the caller. Only the main thread runs handlers.
+//! to the caller. Until then, further waits of the same call end, too: the client library may do without what it waited for. Only the
+//! main thread runs handlers.
 
 use std::cell::RefCell;
 
@@ -23,6 +24,9 @@ pub(crate) fn let_signals_interrupt() {
         if !IS_WAITING.with(|is_waiting| *is_waiting.borrow()) {
             return false;
         }
+        if RAISED.with(|slot| slot.borrow().is_some()) {
+            return true;
+        }
         let raised = Python::try_attach(|py| py.check_signals().err()).flatten();
         let is_raised = raised.is_some();
         if is_raised {
@@ -42,7 +46,12 @@ pub(crate) fn without_gil<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Se
     })
 }
 
-/// Returns the exception that ended this thread's wait.
+/// Returns the exception that ended a wait of this thread's call. It matters more than the failure of the call.
+pub(crate) fn raised() -> Option<PyErr> {
+    RAISED.with(|slot| slot.take())
+}
+
+/// Returns the exception for a wait that was interrupted.
 pub(crate) fn interruption() -> PyErr {
-    RAISED.with(|slot| slot.take()).unwrap_or_else(|| PyKeyboardInterrupt::new_err("the wait was interrupted"))
+    PyKeyboardInterrupt::new_err("the wait was interrupted")
 }

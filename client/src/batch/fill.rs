@@ -100,10 +100,12 @@ impl Session {
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
         for dataset in &mut wanted.datasets {
             // Another server may have taken the place of the one that this process had the dataset from.
-            if dataset.attachment().is_replaced()
-                && let Ok(renewed) = self.renewed(dataset)
-            {
-                *dataset = renewed;
+            if dataset.attachment().is_replaced() {
+                match self.renewed(dataset) {
+                    Ok(renewed) => *dataset = renewed,
+                    Err(ClientError::Interrupted) => return Err(ClientError::Interrupted),
+                    Err(_) => {}
+                }
             }
         }
         let mut filling = Filling { session: self, datasets: &wanted.datasets, items: Vec::new(), sizes: Vec::new(), buffers };

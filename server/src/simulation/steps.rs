@@ -1,6 +1,7 @@
 //! Strikes nodes at each step of a stage-in: whatever node it is, and whether it dies, stands still for a moment or until it is lost,
 //! either the stage-in begins again, or it fails and nothing is visible, or all samples can be read.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,19 +25,20 @@ const NODES: u16 = 4;
 const TARGET: &[u8] = b"data";
 /// If this variable is set, as in `.ci/long`, all cases run.
 const ALL: &str = "DAYFLY_SIMULATION_ALL_STEPS";
-/// Otherwise one in so many does.
+/// Otherwise one in so many does, beginning with this one, so that one that once failed is among them.
 const ONE_IN: usize = 11;
+const FIRST: usize = 8;
 /// After this time, each blow is over.
 const BLOWS_END: Duration = Duration::from_secs(90);
 
-/// Messages with which a coordinator makes and publishes a stage-in, and those of its workers.
+/// Messages between nodes with which a coordinator makes and publishes a stage-in, and those of its workers.
 const STEPS: [(&str, u32); 12] = [
     ("Begin", 2),
     ("NextUnits", 3),
     ("Batch", 2),
     ("Finish", 1),
-    ("Finish", 4),
-    ("Run", 2),
+    ("Finish", 3),
+    ("Run", 1),
     ("Prepare", 2),
     ("Catalog", 1),
     ("Copy", 2),
@@ -84,16 +86,11 @@ impl Case {
         is_dead && begins_to_appear && self.is_compressed && usize::from(self.copies) <= self.victims.len()
     }
 
-    /// Returns whether such a stage-in has this step.
-    fn has_step(&self) -> bool {
-        self.step.0 != "Copy" || self.copies > 1
-    }
-
-    /// Plays the case, and returns the promises that it broke.
-    fn play(&self, sources: &[Source; 2], pool: &Pool) -> Option<String> {
+    /// Plays the case. Returns the promises that it broke, and whether the stage-in had the step.
+    fn play(&self, sources: &[Source; 2], pool: &Pool) -> (Option<String>, bool) {
         let source = &sources[usize::from(self.is_compressed)];
         let play = async |session: &Session<'_>, random: &mut Random, jobs| session.strike(self, source, random, jobs).await;
-        in_session(self.seed, self.copies, pool, play).0
+        in_session(self.seed, self.copies, pool, play)
     }
 }
 
@@ -175,7 +172,8 @@ impl Session<'_> {
         }
     }
 
-    async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) {
+    /// Returns whether the stage-in had the step at which the case strikes.
+    async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) -> bool {
         let servers = self.start(NODES, random, jobs).await;
         let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
         servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
@@ -190,9 +188,7 @@ impl Session<'_> {
         let staged = staged.map(drop);
         sleep(BLOWS_END).await;
         self.net.heal();
-        if !striking.await.unwrap() && case.has_step() {
-            self.broken("the step did not happen".to_owned());
-        }
+        let is_struck = striking.await.unwrap();
         sleep(BLOWS_END).await;
         let is_killed = |server: &Arc<Node>| self.net.health(server.parts.config.node).is_killed;
         let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !is_killed(server)).cloned().collect();
@@ -205,6 +201,7 @@ impl Session<'_> {
         }
         drop((supervisor, alive));
         self.end(servers).await;
+        is_struck
     }
 }
 
@@ -214,11 +211,18 @@ fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
     let folder = scratch();
     let lens: Vec<usize> = (0..40).map(|number| number * 1171 % 30_000).chain([300_000]).collect();
     let sources = [Source::write(folder.path(), "plain", &lens), Source::write_compressed(folder.path(), "packed", &lens)];
-    let stride = if std::env::var_os(ALL).is_some() { 1 } else { ONE_IN };
+    let (first, stride) = if std::env::var_os(ALL).is_some() { (0, 1) } else { (FIRST, ONE_IN) };
     let cases = Case::all();
     let pool = Pool::default();
-    let broken: Vec<String> =
-        cases.iter().step_by(stride).filter_map(|case| Some(format!("{case}: {}", case.play(&sources, &pool)?))).collect();
+    let (mut broken, mut struck) = (Vec::new(), HashSet::new());
+    for case in cases.iter().skip(first).step_by(stride) {
+        let (failure, is_struck) = case.play(&sources, &pool);
+        broken.extend(failure.map(|failure| format!("{case}: {failure}")));
+        struck.extend(is_struck.then_some(case.step));
+    }
+    // A stage-in need not have all steps: the coordinator may read all sources itself.
+    let missing: Vec<_> = STEPS.iter().filter(|step| !struck.contains(step)).collect();
+    assert!(missing.is_empty(), "no stage-in has these steps: {missing:?}");
     assert!(broken.is_empty(), "{} cases broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
 }
 

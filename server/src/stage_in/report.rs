@@ -20,13 +20,18 @@ pub(super) async fn maintain_headroom(stage_in: Arc<NodeStageIn>) {
 /// Reports to the coordinator until the stage-in has ended there, then ends it here. The stage-in also ends here if the
 /// coordinator is lost.
 pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Arc<NodeStageIn>) {
-    let is_aborted = report(&stage_in).await;
+    let end = report(&stage_in).await;
     stage_in.cancel();
     let number = stage_in.number;
     let Some(stage_ins) = stage_ins.upgrade() else { return };
     // The end runs on a task of its own, because ending the stage-in aborts this task.
     tokio::spawn(async move {
-        let is_published = stage_in.is_visible() && !is_aborted;
+        let is_published = match end {
+            // A node that was lost meanwhile may have missed the request to make the dataset visible.
+            End::Published => stage_in.commit().is_ok(),
+            End::Aborted => false,
+            End::Unknown => stage_in.is_visible(),
+        };
         // Planning the cache may wait for processes; the stage-in's memory is freed before that.
         drop(stage_in);
         let ended = match is_published {
@@ -39,8 +44,16 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
     });
 }
 
-/// Reports until the stage-in has ended or the coordinator is lost. Returns whether the coordinator asked to abort the stage-in.
-async fn report(stage_in: &NodeStageIn) -> bool {
+/// How a stage-in has ended, as far as a node knows.
+enum End {
+    Published,
+    Aborted,
+    /// The coordinator does not say.
+    Unknown,
+}
+
+/// Reports until the stage-in has ended or the coordinator is lost.
+async fn report(stage_in: &NodeStageIn) -> End {
     let deadlines = *stage_in.deadlines();
     let mut unanswered_since = None;
     loop {
@@ -53,8 +66,9 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             }
             // A new coordinator does not know yet how the stage-in ends.
             Ok(CoordinatorReply::Wait) => {}
-            Ok(CoordinatorReply::Abort) => return true,
-            Ok(_) => return false,
+            Ok(CoordinatorReply::Settle) => return End::Published,
+            Ok(CoordinatorReply::Abort) => return End::Aborted,
+            Ok(_) => return End::Unknown,
             // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that has
             // prepared the dataset keeps asking for longer than publishing may take. If the coordinator is lost, another one
             // answers.
@@ -64,7 +78,7 @@ async fn report(stage_in: &NodeStageIn) -> bool {
             Err(error) => {
                 tracing::warn!(coordinator = %stage_in.coordinator(), %error, "the coordinator does not answer; the stage-in ends here");
                 *stage_in.coordinator_silence.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
-                return false;
+                return End::Unknown;
             }
         }
         unanswered_since = None;
