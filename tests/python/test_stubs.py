@@ -15,8 +15,10 @@ samples = dayfly.torch.Samples("/dayfly/train")
 """
 
 
-def mypy(module, *arguments):
-    done = subprocess.run([sys.executable, "-m", module, *arguments], text=True, capture_output=True, check=False)
+def mypy(folder, module, *arguments):
+    # A cache appears in the working folder.
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=folder, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -36,10 +38,10 @@ dayfly._dayfly.Array.__iter__
 def test_the_stubs_describe_the_native_module(tmp_path):
     differences = tmp_path / "differences"
     differences.write_text(DIFFERENCES)
-    mypy("mypy.stubtest", "dayfly._dayfly", "--allowlist", str(differences), "--ignore-unused-allowlist")
+    mypy(tmp_path, "mypy.stubtest", "dayfly._dayfly", "--allowlist", str(differences), "--ignore-unused-allowlist")
 
 
 def test_a_program_that_uses_the_package_is_accepted(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    mypy("mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), str(program))
+    mypy(tmp_path, "mypy", "--strict", str(program))
