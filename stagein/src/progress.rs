@@ -45,6 +45,13 @@ impl ProgressMonitor {
         Self { rate_limit: max_rate.map(RateLimit::new), ..Self::default() }
     }
 
+    /// Changes how many source bytes per second the stage-in reads, if its rate is limited.
+    pub fn set_max_rate(&self, max_rate: u64) {
+        if let Some(limit) = &self.rate_limit {
+            limit.set(max_rate);
+        }
+    }
+
     /// Returns what was counted since the last call and resets the counters.
     pub fn take_counted(&self) -> Counted {
         let take = |counter: &AtomicU64| counter.swap(0, Ordering::Relaxed);
@@ -136,6 +143,12 @@ mod tests {
         (0..10).for_each(|_| monitor.count_read(26_215));
         assert!(start.elapsed() >= Duration::from_millis(190), "{:?}", start.elapsed());
         assert_eq!(monitor.take_counted().source_bytes, 262_150);
+        // A higher rate holds for what is read from now on.
+        monitor.set_max_rate(1 << 30);
+        let start = Instant::now();
+        (0..10).for_each(|_| monitor.count_read(1 << 20));
+        assert!(start.elapsed() < Duration::from_secs(5), "{:?}", start.elapsed());
+        monitor.set_max_rate(1);
         monitor.cancel();
         monitor.count_read(1 << 40);
     }

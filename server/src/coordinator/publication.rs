@@ -56,7 +56,7 @@ impl Publication<'_> {
     pub(super) async fn prepare(&self) -> Result<Merged, CoordinatorError> {
         let (start, context) = (Instant::now(), &self.coordinator.context);
         let (selection, seed) = (self.request.selection.clone(), self.request.seed);
-        let max_rate = self.request.max_rate.map(|rate| rate.div_ceil(self.stage_in.readers() as u64));
+        let max_rate = self.stage_in.share_of_max_rate();
         let stage_in = self.stage_in.number;
         let Fit { stored_share, expected_files, .. } = self.fit;
         let capacities = self.free.clone();

@@ -66,6 +66,8 @@ pub(crate) struct CoordinatedStageIn {
     waits: Mutex<Vec<Vec<String>>>,
     rivals: Arc<Rivals>,
     keeps_going: bool,
+    /// Source bytes per second that all nodes together may read.
+    max_rate: Option<u64>,
     suspicions: Mutex<Suspicions>,
     deadlines: Deadlines,
 }
@@ -75,6 +77,7 @@ impl CoordinatedStageIn {
         number: u64,
         (unit_ledger, plan_drive, counts): (UnitLedger, Arc<Drive>, Counts),
         (rivals, keeps_going): (Arc<Rivals>, bool),
+        max_rate: Option<u64>,
         (coordinator, roster): (NodeId, &Roster),
         deadlines: Deadlines,
     ) -> Self {
@@ -100,6 +103,7 @@ impl CoordinatedStageIn {
             waits: Mutex::new(vec![Vec::new(); nodes]),
             rivals,
             keeps_going,
+            max_rate,
             suspicions: Mutex::default(),
             deadlines,
         }
@@ -112,8 +116,13 @@ impl CoordinatedStageIn {
     }
 
     /// Returns how many nodes can read at the same time: a node without a unit does not read.
-    pub(super) fn readers(&self) -> usize {
+    fn readers(&self) -> usize {
         self.participants().len().min(self.unit_ledger().units()).max(1)
+    }
+
+    /// Returns how many source bytes per second each node may read.
+    pub(super) fn share_of_max_rate(&self) -> Option<u64> {
+        self.max_rate.map(|rate| rate.div_ceil(self.readers() as u64))
     }
 
     /// Waits until all units are finished.
@@ -225,7 +234,7 @@ impl CoordinatedStageIn {
         if self.has_failed() {
             CoordinatorReply::Abort
         } else {
-            CoordinatorReply::Continue { files: self.progress().files, suspects }
+            CoordinatorReply::Continue { files: self.progress().files, suspects, max_rate: self.share_of_max_rate() }
         }
     }
 
@@ -412,7 +421,7 @@ mod tests {
             let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
             let roster = Roster::new(&vec![SocketAddr::from(([127, 0, 0, 1], 7)); participants]);
             let state = (ledger, drives[0].clone(), plan.counts);
-            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), (NodeId(0), &roster), Deadlines::default());
+            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), Some(12), (NodeId(0), &roster), Deadlines::default());
             assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
             if participants != 4 {
                 continue;
@@ -425,8 +434,13 @@ mod tests {
                 changed.apply(&RosterChange { epoch: 1, coordinator: 0, members: vec![(2, change)] });
                 assert_eq!((stage_in.lost(&roster), stage_in.lost(&changed)), (vec![], vec![NodeId(2)]));
             }
+            assert_eq!(stage_in.share_of_max_rate(), Some(12 / readers as u64));
+            stage_in.set_all_begun();
+            assert!(stage_in.go_on_without(NodeId(2)));
+            let left = readers.min(3) as u64;
+            assert_eq!(stage_in.share_of_max_rate(), Some(12 / left), "the others may read what the lost node would have");
             stage_in.set_needs_all_parts();
-            assert!(!stage_in.publish_without(NodeId(2)) && stage_in.participants().len() == 4);
+            assert!(!stage_in.publish_without(NodeId(1)) && stage_in.participants().len() == 3);
         }
     }
 }

@@ -60,7 +60,8 @@ async fn report(stage_in: &NodeStageIn) -> End {
         sleep(deadlines.progress_interval).await;
         let asked_at = Instant::now();
         match send_report(stage_in, asked_at).await {
-            Ok(CoordinatorReply::Continue { files, suspects }) => {
+            Ok(CoordinatorReply::Continue { files, suspects, max_rate }) => {
+                max_rate.into_iter().for_each(|rate| stage_in.monitor.set_max_rate(rate));
                 stage_in.suspect_paths.set(suspects);
                 stage_in.reserve_room_for_catalog(files).await;
             }

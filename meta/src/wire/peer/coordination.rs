@@ -110,6 +110,9 @@ pub enum CoordinatorReply {
         files: u64,
         /// Paths to look for.
         suspects: Vec<SuspectPath>,
+        /// How many source bytes per second the node may read, if the stage-in limits the rate. Those that are left read faster
+        /// when a node is lost.
+        max_rate: Option<u64>,
     },
     /// The stage-in has become a dataset on all nodes: free what it replaced.
     Settle,
