@@ -153,7 +153,14 @@ async fn run_to_end(
     let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
     let judging = (rivals.clone(), request.selection.keep_going);
     let state = (unit_ledger, plan_drive, plan.counts);
-    let stage_in = Arc::new(CoordinatedStageIn::new(number, state, judging, request.max_rate, (context.node, &roster), *context.deadlines()));
+    let stage_in = Arc::new(CoordinatedStageIn::new(
+        number,
+        state,
+        judging,
+        request.max_rate,
+        (context.node, &roster),
+        *context.deadlines(),
+    ));
     coordinator.registry.insert(stage_in.clone());
     let publication = Publication {
         coordinator,

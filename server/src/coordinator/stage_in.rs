@@ -421,7 +421,8 @@ mod tests {
             let rivals = Arc::new(Rivals::new(plan.rivalries, &plan.sources));
             let roster = Roster::new(&vec![SocketAddr::from(([127, 0, 0, 1], 7)); participants]);
             let state = (ledger, drives[0].clone(), plan.counts);
-            let stage_in = CoordinatedStageIn::new(1, state, (rivals, false), Some(12), (NodeId(0), &roster), Deadlines::default());
+            let stage_in =
+                CoordinatedStageIn::new(1, state, (rivals, false), Some(12), (NodeId(0), &roster), Deadlines::default());
             assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
             if participants != 4 {
                 continue;
