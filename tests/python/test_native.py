@@ -614,6 +614,8 @@ def fresh(session, tmp_path):
 def test_an_interrupt_ends_a_wait(session, fresh, held):
     code = (
         "import signal, threading, time, os, dayfly\n"
+        # A process that a shell has started in the background ignores it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"data = dayfly.attach().dataset('{fresh}')\n"
         "far = [id for id in range(len(data)) if not data.is_here([id])[0] and data.sizes()[id] > 0]\n"
         f"held = {held}\n"
