@@ -210,12 +210,12 @@ def test_epochs_are_permutations_that_all_nodes_share(session, train):
 
 
 def test_the_fingerprint_depends_on_the_content_only(session, train, tmp_path):
-    def stage(name, content):
+    def stage(name, content, **options):
         folder = tmp_path / name
         folder.mkdir()
         for path, data in content.items():
             (folder / path).write_bytes(data)
-        session.stage_in(folder, f"/dayfly/{name}")
+        session.stage_in(folder, f"/dayfly/{name}", **options)
         return dayfly.attach(session.id).dataset(f"/dayfly/{name}").fingerprint
 
     content = {"a": b"1", "b": b"", "c": b"3" * 10_000}
@@ -223,6 +223,7 @@ def test_the_fingerprint_depends_on_the_content_only(session, train, tmp_path):
     assert first == stage("second", content) and len(first) == 32
     assert first != stage("third", content | {"a": b"2"})
     assert first != stage("fourth", {"a": b"1", "b": b"", "d": b"3" * 10_000})
+    assert first != stage("fifth", content, group="stem"), "the order of an epoch is another one"
     assert train.fingerprint == train.fingerprint
 
 

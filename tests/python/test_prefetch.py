@@ -180,6 +180,41 @@ def test_paths_can_be_a_list_or_a_function(session, under, paths, per_item):
         assert located[::per_item] == [names[5], names[2], names[9]] and len(located) == 3 * per_item
 
 
+class Drawn:
+    def __init__(self, *drawn):
+        self.drawn = drawn
+
+    def __iter__(self):
+        return iter(self.drawn)
+
+    def __len__(self):
+        return len(self.drawn)
+
+
+@pytest.mark.parametrize("of", ["Folder", "Samples"])
+@pytest.mark.parametrize("batch", [list, tuple, np.array, torch.tensor, lambda items: np.array(items, np.uint8)])
+def test_batches_may_be_of_any_type(session, under, of, batch):
+    data = Folder() if of == "Folder" else dayfly.torch.Samples("/dayfly/train")
+    drawn = Drawn(batch([3, 1]), batch([2]))
+    plain = list(DataLoader(data, batch_sampler=drawn, collate_fn=list))
+    assert list(prefetch(DataLoader(data, batch_sampler=drawn, collate_fn=list))) == plain
+    items = Drawn(np.int64(3), 1, torch.tensor(2))
+    assert len(list(prefetch(DataLoader(data, sampler=items, collate_fn=list)))) == 3
+
+
+def test_what_is_no_index_is_not_announced(session, under):
+    class Scaled(Folder):
+        def __getitem__(self, item):
+            return super().__getitem__(item[0]), item[1]
+
+    drawn = Drawn([(3, 224), (1, 224)], [(2, 160)])
+    assert [scale for batch in prefetch(DataLoader(Scaled(), batch_sampler=drawn, collate_fn=list)) for _, scale in batch] == [
+        224,
+        224,
+        160,
+    ]
+
+
 def test_subsets_and_concatenations_are_resolved(session):
     parts = [Folder("/dayfly/train/ant"), dayfly.torch.Samples("/dayfly/pairs")]
     data = Subset(ConcatDataset(parts), [0, len(parts[0]), len(parts[0]) + 1])

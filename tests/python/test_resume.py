@@ -150,6 +150,11 @@ def test_a_damaged_or_foreign_state_is_refused(session):
     ]:
         with pytest.raises(error, match=message):
             sampler.load_state_dict(wrong)
+    wrapping = Sampler(samples, sampler=torch.utils.data.SequentialSampler(samples))
+    with pytest.raises(ValueError, match="not that of a dayfly.torch.Sampler with sampler=SequentialSampler"):
+        wrapping.load_state_dict(state)
+    with pytest.raises(ValueError, match="has no entry 'legs'"):
+        sampler.load_state_dict(wrapping.state_dict())
     assert len(list(sampler)) == len(samples), "a refused state changes nothing"
 
 

@@ -1,11 +1,24 @@
 """Sessions that Python starts, finds and ends, and the functions over the namespace."""
 
+import gc
 import os
+import signal
 import subprocess
 import sys
+import time
+import weakref
+from pathlib import Path
 
 import dayfly
 import pytest
+from dayfly.sessions import _program
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def test_the_package_imports_without_torch_and_numpy():
@@ -66,6 +79,8 @@ def test_prefetch_takes_paths_or_numbers(session, under):
         assert len(order) == 5
     with pytest.raises(TypeError, match="samples must be paths, not int; to pass numbers of samples, also pass dataset="):
         dayfly.prefetch([1, 2])
+    with pytest.raises(ValueError, match="samples must name at least one file"):
+        dayfly.prefetch([])
 
 
 def test_a_session_that_runs_is_found_and_goes_on(session):
@@ -74,6 +89,34 @@ def test_a_session_that_runs_is_found_and_goes_on(session):
         assert found.attach(1).node == 1
     assert os.environ["DAYFLY_SESSION"] == session.id
     assert dayfly.attach().id == session.id and not dayfly.attach().is_gone
+
+
+def test_an_own_session_goes_on_without_its_object(session, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+
+    def start():
+        own = dayfly.session(local=1, data_dir=tmp_path)
+        own.stage_in(tmp_path / "a.txt", "/dayfly/own")
+        return weakref.ref(own)
+
+    own = start()
+    gc.collect()
+    assert dayfly.read("/dayfly/own/a.txt") == b"hello"
+    own().end()
+    gc.collect()
+    assert own() is None and os.environ["DAYFLY_SESSION"] == session.id
+
+
+def test_a_process_attaches_to_the_server_that_has_taken_another_ones_place(session, tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    with dayfly.session(local=2, data_dir=tmp_path) as own:
+        own.stage_in(tmp_path / "a.txt", "/dayfly/own")
+        old = own.attach(0)
+        folder = Path(os.environ["DAYFLY_RUNTIME_DIR"]) / f"dayfly-{os.getuid()}" / own.id
+        os.kill(int((folder / "node-0.lock").read_text()), signal.SIGTERM)
+        wait_until(lambda: old.is_gone)
+        wait_until(lambda: subprocess.run([_program(), "rejoin", "0"], check=False).returncode == 0)
+        assert not own.attach(0).is_gone and own.attach(0).read("/dayfly/own/a.txt") == b"hello"
 
 
 def test_an_own_session_reports_progress_and_ends_with_the_block(session, tmp_path):

@@ -12,11 +12,15 @@ use dayfly_meta::id::{NodeId, SessionId};
 /// holds the fork lock, too.
 static SESSIONS: Mutex<Vec<Weak<View>>> = Mutex::new(Vec::new());
 
-/// Returns this process's attachment to a node of a session.
+/// Returns this process's attachment to a node of a session. One whose session has ended there does not count: another server may
+/// have taken its place.
 pub(crate) fn known(session: SessionId, node: NodeId) -> Option<Arc<View>> {
     let _no_fork = fork::lock();
     let sessions = SESSIONS.lock().unwrap_or_else(PoisonError::into_inner);
-    let is_it = |view: &Arc<View>| view.session().id() == session && view.session().node() == node;
+    let is_it = |view: &Arc<View>| {
+        let known = view.session();
+        known.id() == session && known.node() == node && !known.is_gone()
+    };
     sessions.iter().filter_map(Weak::upgrade).find(is_it)
 }
 

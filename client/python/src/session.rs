@@ -9,6 +9,7 @@ use dayfly_client::locate::{self, Environment, SessionFolder};
 use dayfly_client::{ClientError, OnMissing, View, ViewError, fault};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::path::join;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
@@ -54,9 +55,7 @@ pub(crate) fn reattach(py: Python<'_>, session: &str, node: u16) -> PyResult<Ses
 }
 
 fn open(py: Python<'_>, folder: &SessionFolder, node: NodeId) -> PyResult<Session> {
-    if let Some(view) = fork::known(folder.session, node)
-        && !view.session().is_gone()
-    {
+    if let Some(view) = fork::known(folder.session, node) {
         return Ok(Session { view });
     }
     // Without the handler, the client reads every sample with `pread`, and views are copies.
@@ -228,7 +227,7 @@ impl Session {
 
     fn order_paths(&self, py: Python<'_>, paths: &Bound<'_, PyAny>) -> PyResult<Order> {
         let paths = list_from_python(paths)?;
-        let Some(first) = paths.first() else { return Err(Error::new_err("an order of no files")) };
+        let Some(first) = paths.first() else { return Err(PyValueError::new_err("samples must name at least one file")) };
         let failed = |path: &[u8], error| failure::at(py, path, error);
         let dataset = without_gil(py, || self.view.dataset_of(first)).map_err(|error| failed(first, error))?;
         let found = without_gil(py, || {

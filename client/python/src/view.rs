@@ -17,7 +17,7 @@ use crate::ids;
 use crate::lent::{Lent, Sample};
 use crate::memory::Exported;
 use crate::session::native;
-use crate::wait::without_gil;
+use crate::wait::{self, without_gil};
 
 /// The bytes of one sample in place.
 #[pyclass(frozen, module = "dayfly", weakref)]
@@ -53,6 +53,10 @@ impl View {
         let lent = without_gil(py, || Lent::wait_for(inner.view.clone(), &inner.dataset, samples));
         let first = |error| failure::at(py, &inner.path(samples[0]), ViewError::Client(error));
         let lent = Arc::new(lent.map_err(first)?);
+        // The batch reports an interrupted sample like one that cannot be read.
+        if let Some(raised) = wait::raised() {
+            return Err(raised);
+        }
         let mut views = Vec::with_capacity(samples.len());
         for (index, &id) in samples.iter().enumerate() {
             let len = lent.len(index).map_err(|error| failure::os_error(py, libc::EIO, &error, &inner.path(id)))?;

@@ -10,6 +10,7 @@ use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
 use dayfly_meta::catalog::{About, BuildError, Built, CatalogBuilder, Compression, Member, MemberKind, Place, Scratch, Source};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
+use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::peer::ReadRequest;
 use dayfly_stagein::runs::Merge;
 
@@ -109,6 +110,8 @@ impl MergeJob {
         I: Iterator<Item = io::Result<Member>>,
     {
         let mut builder = CatalogBuilder::new(scratch, self.about.clone(), &self.sources)?;
+        // Nobody is left out while the runs are merged.
+        let participants: NodeSet = self.stage_in.participants().into_iter().collect();
         let mut refused = Refused::default();
         let mut replaced = ReplacedSamples::default();
         while let Some(history) = histories.advance()? {
@@ -121,6 +124,10 @@ impl MergeJob {
                 replaced.count_all(&several, &member, &self.rivals);
                 if !self.has_origin(&member) {
                     self.stage_in.set_needs_all_parts();
+                    // It was stored on a node that was lost while other sources were still being read.
+                    if let Some(node) = owners(&member).find(|&node| !participants.contains(node)) {
+                        return Err(CoordinatorError::NodeLost { node, address: self.coordinator.context.peers.address(node) });
+                    }
                 }
                 builder.add(&path, &member, names)?;
             }
@@ -130,6 +137,15 @@ impl MergeJob {
         let Built { file, len, checksum, samples, bytes, others } = builder.finish(&|| self.stage_in.step())?;
         Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused, replaced })
     }
+}
+
+/// Returns the owners of a member's blocks.
+fn owners(member: &Member) -> impl Iterator<Item = NodeId> + '_ {
+    let blocks = match &member.kind {
+        MemberKind::File { blocks, .. } => &blocks[..],
+        _ => &[],
+    };
+    blocks.iter().map(|block| block.owner)
 }
 
 /// Reads members back from a file that they were written to.

@@ -149,7 +149,15 @@ impl CoordinatedStageIn {
                 if self.has_failed() || !self.participants().contains(&node) {
                     return CoordinatorReply::Over;
                 }
-                let next = self.unit_ledger().assign_next(node);
+                let next = {
+                    let mut unit_ledger = self.unit_ledger();
+                    let next = unit_ledger.assign_next(node);
+                    // Set under the lock, so that from now on no unit is assigned again in place of a node that is lost.
+                    if matches!(next, Ok(NextUnits::Finished)) {
+                        self.all_read.send_replace(true);
+                    }
+                    next
+                };
                 match next {
                     Ok(NextUnits::Assigned(units)) => {
                         self.step();
@@ -157,7 +165,6 @@ impl CoordinatedStageIn {
                     }
                     Ok(NextUnits::NoneYet) => {}
                     Ok(NextUnits::Finished) => {
-                        self.all_read.send_replace(true);
                         self.unit_reported.notify_waiters();
                         return CoordinatorReply::NoUnit;
                     }

@@ -2,6 +2,7 @@
 //! either the stage-in begins again, or it fails and nothing is visible, or all samples can be read.
 
 use std::collections::HashSet;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use super::jobs::{Jobs, Pool};
 use super::net::Net;
 use super::random::Random;
 use super::session::{Session, dataset};
-use super::source::{Source, scratch};
+use super::source::{Files, Source, scratch};
 use super::supervisor::Supervisor;
 use crate::Node;
 
@@ -53,9 +54,41 @@ const VICTIMS: [&[u16]; 6] = [&[0], &[1], &[2], &[3], &[0, 2], &[1, 3]];
 /// How a stage-in ended, and how long it took.
 type Ended = (Result<(), String>, Duration);
 
+/// Steps at which some of the sources have been read and others not.
+const READING: [(&str, u32); 6] =
+    [("NextUnits", 5), ("NextUnits", 7), ("NextUnits", 9), ("NextUnits", 11), ("NextUnits", 12), ("NextUnits", 13)];
+
+/// What is staged in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Form {
+    PlainTar,
+    CompressedTar,
+    /// A compressed tar beside plain tars, each of which is a unit of its own.
+    Mixed,
+}
+
+/// The sources, by form, and their files.
+type Sources = [(Form, Vec<Source>, Files); 3];
+
+fn sources(folder: &Path) -> Sources {
+    let lens: Vec<usize> = (0..40).map(|number| number * 1171 % 30_000).chain([300_000]).collect();
+    let of = |form, sources: Vec<Source>| {
+        let files = sources.iter().flat_map(|source| source.files.clone()).collect();
+        (form, sources, files)
+    };
+    let large = |name: &&str| Source::write(folder, name, &[1_060_000, 3000]);
+    let mut mixed = vec![Source::write_compressed(folder, "small", &lens[..20])];
+    mixed.extend(["a", "b", "c", "d", "e", "f"].iter().map(large));
+    [
+        of(Form::PlainTar, vec![Source::write(folder, "plain", &lens)]),
+        of(Form::CompressedTar, vec![Source::write_compressed(folder, "packed", &lens)]),
+        of(Form::Mixed, mixed),
+    ]
+}
+
 struct Case {
     seed: u64,
-    is_compressed: bool,
+    form: Form,
     copies: u16,
     step: (&'static str, u32),
     victims: &'static [u16],
@@ -65,12 +98,12 @@ struct Case {
 impl Case {
     fn all() -> Vec<Self> {
         let mut cases = Vec::new();
-        for is_compressed in [true, false] {
+        for (form, steps) in [(Form::CompressedTar, &STEPS[..]), (Form::PlainTar, &STEPS), (Form::Mixed, &READING)] {
             for copies in 1..=3 {
-                for step in STEPS {
+                for &step in steps {
                     for victims in VICTIMS {
                         for blow in BLOWS {
-                            cases.push(Self { seed: cases.len() as u64, is_compressed, copies, step, victims, blow });
+                            cases.push(Self { seed: cases.len() as u64, form, copies, step, victims, blow });
                         }
                     }
                 }
@@ -83,13 +116,15 @@ impl Case {
     fn may_lose_samples(&self) -> bool {
         let is_dead = matches!(self.blow, Blow::Kill);
         let begins_to_appear = matches!(self.step.0, "Commit" | "Settle");
-        is_dead && begins_to_appear && self.is_compressed && usize::from(self.copies) <= self.victims.len()
+        is_dead && begins_to_appear && self.form != Form::PlainTar && usize::from(self.copies) <= self.victims.len()
     }
 
     /// Plays the case. Returns the promises that it broke, and whether the stage-in had the step.
-    fn play(&self, sources: &[Source; 2], pool: &Pool) -> (Option<String>, bool) {
-        let source = &sources[usize::from(self.is_compressed)];
-        let play = async |session: &Session<'_>, random: &mut Random, jobs| session.strike(self, source, random, jobs).await;
+    fn play(&self, sources: &Sources, pool: &Pool) -> (Option<String>, bool) {
+        let (_, sources, files) = sources.iter().find(|(form, ..)| *form == self.form).unwrap();
+        let sources: Vec<&Source> = sources.iter().collect();
+        let play =
+            async |session: &Session<'_>, random: &mut Random, jobs| session.strike(self, (&sources, files), random, jobs).await;
         in_session(self.seed, self.copies, pool, play)
     }
 }
@@ -128,9 +163,8 @@ fn in_session<T>(
 
 impl std::fmt::Display for Case {
     fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { is_compressed, copies, step: (message, count), victims, blow, .. } = self;
-        let source = if *is_compressed { "a compressed tar" } else { "a plain tar" };
-        write!(formatter, "{source}, {copies} copies, nodes {victims:?} at {message} {count}: {blow:?}")
+        let Self { form, copies, step: (message, count), victims, blow, .. } = self;
+        write!(formatter, "{form:?}, {copies} copies, nodes {victims:?} at {message} {count}: {blow:?}")
     }
 }
 
@@ -173,7 +207,7 @@ impl Session<'_> {
     }
 
     /// Returns whether the stage-in had the step at which the case strikes.
-    async fn strike(&self, case: &Case, source: &Source, random: &mut Random, jobs: Arc<Jobs>) -> bool {
+    async fn strike(&self, case: &Case, (sources, files): (&[&Source], &Files), random: &mut Random, jobs: Arc<Jobs>) -> bool {
         let servers = self.start(NODES, random, jobs).await;
         let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
         servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
@@ -181,7 +215,7 @@ impl Session<'_> {
         let (net, step, victims, blow) = (self.net.clone(), case.step, case.victims, case.blow);
         let striking = tokio::spawn(async move { strike_nodes(&net, step, victims, blow).await });
         let asked = &servers[(0..NODES).find(|node| !case.victims.contains(node)).map(usize::from).unwrap()];
-        let staged = self.stage_in_as(asked, self.request(&[source], TARGET), std::future::pending()).await;
+        let staged = self.stage_in_as(asked, self.request(sources, TARGET), std::future::pending()).await;
         if let Ok(summary) = &staged {
             self.check_copies(asked, &servers, summary);
         }
@@ -194,9 +228,9 @@ impl Session<'_> {
         let alive: Vec<Arc<Node>> = servers.iter().filter(|server| !is_killed(server)).cloned().collect();
         let visible = self.check_agreement(&alive, TARGET, &staged);
         if visible == alive.len() {
-            self.check_visible(&alive, TARGET, &source.files).await;
+            self.check_visible(&alive, TARGET, files).await;
             if !case.may_lose_samples() {
-                self.read_all(&alive, TARGET, &source.files).await;
+                self.read_all(&alive, TARGET, files).await;
             }
         }
         drop((supervisor, alive));
@@ -209,8 +243,7 @@ impl Session<'_> {
 #[test]
 fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
     let folder = scratch();
-    let lens: Vec<usize> = (0..40).map(|number| number * 1171 % 30_000).chain([300_000]).collect();
-    let sources = [Source::write(folder.path(), "plain", &lens), Source::write_compressed(folder.path(), "packed", &lens)];
+    let sources = sources(folder.path());
     let (first, stride) = if std::env::var_os(ALL).is_some() { (0, 1) } else { (FIRST, ONE_IN) };
     let cases = Case::all();
     let pool = Pool::default();
@@ -221,7 +254,7 @@ fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
         struck.extend(is_struck.then_some(case.step));
     }
     // A stage-in need not have all steps: the coordinator may read all sources itself.
-    let missing: Vec<_> = STEPS.iter().filter(|step| !struck.contains(step)).collect();
+    let missing: Vec<_> = STEPS.iter().chain(&READING).filter(|step| !struck.contains(step)).collect();
     assert!(missing.is_empty(), "no stage-in has these steps: {missing:?}");
     assert!(broken.is_empty(), "{} cases broke a promise:\n{}", broken.len(), broken[..broken.len().min(20)].join("\n"));
 }

@@ -71,9 +71,12 @@ async fn report(stage_in: &NodeStageIn) -> End {
             Ok(CoordinatorReply::Abort) => return End::Aborted,
             Ok(_) => return End::Unknown,
             // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that has
-            // prepared the dataset keeps asking for longer than publishing may take. If the coordinator is lost, another one
-            // answers.
-            Err(_) if stage_in.is_prepared() && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer => {
+            // prepared the dataset keeps asking for longer than publishing may take: the coordinator may stand still until just
+            // before it is lost, and wait for another node as long. If the coordinator is lost, another one answers.
+            Err(_)
+                if stage_in.is_prepared()
+                    && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer + 2 * deadlines.lost_after =>
+            {
                 continue;
             }
             Err(error) => {

@@ -34,7 +34,8 @@ def attach(session: str | None = None, node: int | None = None) -> Session:
 
     Without arguments, uses `DAYFLY_SESSION` and `DAYFLY_NODE` as `dayfly exec` sets them, or the only
     session on this machine and its lowest node here. `session` is an id as `dayfly up` prints it, or the folder of
-    a session. A process that attaches to one session and node twice gets the same object.
+    a session. A process that attaches to one session and node twice uses the same attachment: the results are
+    equal.
     """
 
 @final

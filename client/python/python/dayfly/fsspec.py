@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
-from . import Session, Stat, attach
+from . import Session, Stat
+from .namespace import _attached
 
 _BLOCK_SIZE = 4 << 20
 """How much is read ahead in an open file; the length of a chunk, which nodes send in one piece."""
@@ -34,7 +35,7 @@ class DayflyFileSystem(AbstractFileSystem):  # type: ignore[misc]
     @property
     def session(self) -> Session:
         """This process's attachment to the session."""
-        return attach(*self._named)
+        return _attached(*self._named)
 
     @classmethod
     def _strip_protocol(cls, path: Any) -> Any:

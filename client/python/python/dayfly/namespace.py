@@ -15,10 +15,16 @@ if TYPE_CHECKING:
 _WILDCARD = re.compile(r"[*?\[]")
 
 
-def _attached() -> Session:
+_last: Session | None = None
+"""The session that was used last. It is kept, because to attach costs as much as many reads."""
+
+
+def _attached(session: str | None = None, node: int | None = None) -> Session:
     from ._dayfly import attach
 
-    return attach()
+    global _last
+    _last = attach(session, node)
+    return _last
 
 
 def read(path: Path) -> bytes:

@@ -53,6 +53,10 @@ def session(*, local: int | None = None, start: bool | None = None, **options: A
     return RunningSession(_run(["up", *_flags(options)]).strip(), is_own=True)
 
 
+_OWN: set[RunningSession] = set()
+"""Sessions that this process has started and not ended. A session does not end because the program no longer uses its object."""
+
+
 class RunningSession:
     """A session that runs. While it is open, `DAYFLY_SESSION` names it, so that this process and its
     children find it."""
@@ -64,6 +68,8 @@ class RunningSession:
         """Whether this object has started the session, and so ends it."""
         self._end = weakref.finalize(self, _end, id, is_own, os.environ.get(_VARIABLE), os.getpid())
         os.environ[_VARIABLE] = id
+        if is_own:
+            _OWN.add(self)
 
     def stage_in(
         self,
@@ -109,6 +115,7 @@ class RunningSession:
     def end(self) -> None:
         """Ends the session if this object has started it. Ending it twice does nothing."""
         self._end()
+        _OWN.discard(self)
 
     def _environment(self) -> dict[str, str]:
         return {**os.environ, _VARIABLE: self.id}

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
 
-use dayfly_meta::catalog::{Catalog, EntryId, EntryKind};
+use dayfly_meta::catalog::{Catalog, EntryId, EntryKind, Grouping};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
 use xxhash_rust::xxh3::Xxh3;
@@ -12,7 +12,7 @@ use super::NO_OWNER;
 
 /// Separates the parts of the text that the fingerprint hashes. A change of that text changes all fingerprints, so it must change
 /// this as well.
-const FINGERPRINT_VERSION: &[u8] = b"dayfly fingerprint 1\0";
+const FINGERPRINT_VERSION: &[u8] = b"dayfly fingerprint 2\0";
 
 pub(super) fn sizes(catalog: &Catalog, samples: &[SampleId]) -> Vec<u64> {
     samples.iter().map(|&sample| catalog.sample(sample).map_or(0, |(size, _)| size)).collect()
@@ -72,10 +72,15 @@ pub(super) fn directories(catalog: &Catalog) -> (Vec<u32>, Vec<Vec<u8>>) {
     (indices, named.into_iter().map(|(path, _)| path).collect())
 }
 
-/// Returns a hash of the names, sizes and checksums of all samples. It does not depend on the session or on where blocks lie.
+/// Returns a hash of the names, sizes and checksums of all samples, and of how they are grouped, on which the order of an epoch
+/// depends. It does not depend on the session or on where blocks lie.
 pub(super) fn fingerprint(catalog: &Catalog) -> String {
     let mut hash = Xxh3::new();
     hash.update(FINGERPRINT_VERSION);
+    hash.update(&[match catalog.header().group {
+        Grouping::None => 0,
+        Grouping::Stem => 1,
+    }]);
     for id in 1..catalog.header().entries {
         let Some(entry) = catalog.entry(EntryId(id)) else { continue };
         let kind = match entry.kind {

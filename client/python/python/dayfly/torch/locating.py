@@ -55,7 +55,7 @@ def paths_of(dataset: Any, paths: Sequence[Path] | PathsOf | None) -> PathsOf:
         return of_part
     for name in _ATTRIBUTES:
         values = getattr(dataset, name, None)
-        if isinstance(values, Sequence) and len(values) == len(dataset) > 0 and _path_in(values[0]) is not None:
+        if isinstance(values, (Sequence, np.ndarray)) and len(values) == len(dataset) > 0 and _path_in(values[0]) is not None:
             return lambda index: _path_in(values[index])  # type: ignore[return-value]
     raise ValueError(
         f"{type(dataset).__name__} has no list of paths in {', '.join(_ATTRIBUTES)}; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,17 @@ def prefetch(loader: Loader, paths: Sequence[Path] | PathsOf | None = None) -> L
 
 def _first(paths: Any) -> Any:
     return paths if isinstance(paths, (str, bytes, os.PathLike)) else next(iter(paths), "")
+
+
+def _items_in(drawn: Any) -> list[int] | None:
+    """Returns the items that a sampler has drawn: one, or a batch of any type. `None` if they are no indices, like pairs of an index
+    and a size; then nothing is announced."""
+    try:
+        if hasattr(drawn, "__index__") and getattr(drawn, "ndim", 0) == 0:
+            return [operator.index(drawn)]
+        return [operator.index(item) for item in drawn] if hasattr(drawn, "__len__") else None
+    except TypeError:
+        return None
 
 
 class _OfSamples:
@@ -150,10 +162,11 @@ class _Announcements(Iterator[Any]):
             self._announce_more()
             del earlier
         drawn = next(self._inner)
-        items = drawn if isinstance(drawn, list) else [drawn]
-        if self._foreseen is None:
-            sampler._announce(items, sampler._batches_ahead)
-        self._drawn += len(items)
+        items = _items_in(drawn)
+        if items is not None:
+            if self._foreseen is None:
+                sampler._announce(items, sampler._batches_ahead)
+            self._drawn += len(items)
         self._announce_more()
         return drawn
 

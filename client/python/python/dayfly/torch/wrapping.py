@@ -50,7 +50,7 @@ class Wrapping:
     def load(self, state: dict[str, Any]) -> None:
         """Continues from a state of the same sampler with the same number of ranks."""
         own = self.state()
-        if state.keys() < own.keys():
+        if not state.keys() >= own.keys():
             raise ValueError(f"state_dict is not that of a dayfly.torch.Sampler with sampler={own['sampler']}")
         for name in ("sampler", "world"):
             if state[name] != own[name]:
