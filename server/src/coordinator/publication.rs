@@ -241,7 +241,7 @@ impl Publication<'_> {
                 return Err(CoordinatorError::NodeLost { node, address: context.peers.address(node) });
             }
         }
-        match term::carry_out(context, self.stage_in.number, Decision::Commit).await {
+        match term::carry_out(context, self.stage_in.number, Decision::Commit, &self.stage_in.members()).await {
             Outcome::Done { strangers } => {
                 term::catch_up(context, strangers).await;
                 Ok(())

@@ -326,6 +326,11 @@ impl CoordinatedStageIn {
         participants.iter().map(|&(node, _)| node).collect()
     }
 
+    /// Returns the nodes that take part, with the incarnations with which they began.
+    pub(super) fn members(&self) -> Vec<(NodeId, u32)> {
+        self.participants.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     /// Returns the nodes that take part, but are lost, or have been since the stage-in began.
     pub(super) fn lost(&self, roster: &Roster) -> Vec<NodeId> {
         let participants = self.participants.lock().unwrap_or_else(PoisonError::into_inner);

@@ -114,7 +114,7 @@ impl Coordinator {
         for (number, decision) in inquiry.decisions() {
             tracing::info!(number, ?decision, "ending a stage-in of an earlier coordinator");
             loop {
-                match carry_out(context, number, decision).await {
+                match carry_out(context, number, decision, &[]).await {
                     Outcome::Done { .. } => break,
                     Outcome::StoodDown => return None,
                     Outcome::Failed(error) => tracing::warn!(number, %error, "cannot end a stage-in on all nodes; trying again"),
@@ -170,8 +170,14 @@ fn leads(context: &CoordinatorContext, roster: &Roster) -> bool {
     roster.coordinator() == context.node && roster.is_live(context.node)
 }
 
-/// Makes all live nodes commit or abort a stage-in. Asks each again until it answers or is lost.
-pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decision: Decision) -> Outcome {
+/// Makes all live nodes commit or abort a stage-in. Asks each again until it answers or is lost. Fails if one of `members` no longer
+/// knows the stage-in: it has given up its part, although it is the incarnation that took part.
+pub(super) async fn carry_out(
+    context: &CoordinatorContext,
+    number: u64,
+    decision: Decision,
+    members: &[(NodeId, u32)],
+) -> Outcome {
     // The supervisor takes at most this long to decide about a node that does not answer, unless there is no supervisor.
     let deadline = Instant::now() + 2 * context.deadlines().lost_after;
     let (mut round, mut strangers, mut failures) = (Round::default(), Vec::new(), BTreeMap::new());
@@ -191,7 +197,9 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
             match reply {
                 Ok(_) => round.answered(node, &roster),
                 // The node has returned since the stage-in began, or has settled it already.
-                Err(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NoSuchStageIn => {
+                Err(PeerError::Rejected { rejection, .. })
+                    if rejection.kind == RejectionKind::NoSuchStageIn && !is_of(members, node, &roster) =>
+                {
                     round.answered(node, &roster);
                     strangers.push(node);
                 }
@@ -210,6 +218,10 @@ pub(super) async fn carry_out(context: &CoordinatorContext, number: u64, decisio
         sleep(context.deadlines().progress_interval).await;
     }
     Outcome::Done { strangers }
+}
+
+fn is_of(members: &[(NodeId, u32)], node: NodeId, roster: &Roster) -> bool {
+    roster.member(node).is_some_and(|member| members.contains(&(node, member.incarnation)))
 }
 
 /// Makes nodes that have returned show the datasets that appeared meanwhile. Asks each again until it has done so or is lost.
