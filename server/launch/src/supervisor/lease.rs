@@ -232,7 +232,7 @@ impl Lease {
     fn closed(&mut self, node: NodeId) {
         self.supervision.closed(node);
         if self.supervision.is_vacant(node) {
-            self.replacements.plan(node, &self.members[node.index()].host, self.deadlines.reconnect);
+            self.replacements.lost(node, &self.members[node.index()].host, self.deadlines.reconnect);
         }
     }
 
@@ -364,7 +364,7 @@ impl Lease {
             self.last_loss = (loss != Loss::Ended).then(|| (name.clone(), reason.clone()));
             self.replacements.request().notices.show(format_args!("{name} is lost: {reason}"));
             if loss == Loss::Closed {
-                self.replacements.plan(node, &self.members[node.index()].host, Duration::ZERO);
+                self.replacements.lost(node, &self.members[node.index()].host, Duration::ZERO);
             }
         }
         for node in returned {

@@ -62,10 +62,28 @@ impl Replacements {
         &self.request
     }
 
-    /// Plans a new server for a node whose server has died. It is dropped if the server returns within `grace`.
-    pub(super) fn plan(&mut self, node: NodeId, host: &str, grace: Duration) {
+    /// Plans a new server for a node whose server has died. It is dropped if the server returns within `grace`. After a few, says that
+    /// no more are started.
+    pub(super) fn lost(&mut self, node: NodeId, host: &str, grace: Duration) {
+        if self.starts_servers() && self.attempts.get(&node).is_some_and(|attempts| *attempts >= REPLACEMENTS_MAX) {
+            self.request.notices.show(format_args!(
+                "the server of node {node} has died again, after {REPLACEMENTS_MAX} new ones; no more are started by themselves; \
+                 'dayfly rejoin {node}' starts one"
+            ));
+        }
+        self.plan(node, host, grace);
+    }
+
+    fn starts_servers(&self) -> bool {
+        self.request.restarts_lost && !self.request.allocation.launcher.is_manual()
+    }
+
+    fn plan(&mut self, node: NodeId, host: &str, grace: Duration) {
+        if !self.starts_servers() {
+            return;
+        }
         let attempts = self.attempts.entry(node).or_default();
-        if !self.request.restarts_lost || self.request.allocation.launcher.is_manual() || *attempts >= REPLACEMENTS_MAX {
+        if *attempts >= REPLACEMENTS_MAX {
             return;
         }
         if self.running.contains_key(&node) || self.due.contains_key(&node) {
@@ -87,8 +105,10 @@ impl Replacements {
     /// Starts the servers that are due, and gives up those that have not joined in time.
     pub(super) fn tick(&mut self, is_vacant: impl Fn(NodeId) -> bool, processes: &mut LauncherProcesses) -> Vec<Answer> {
         let now = Instant::now();
+        // One that has joined may take longer to learn the datasets.
+        let is_late = |node: NodeId, replacement: &Replacement| replacement.deadline < now && is_vacant(node);
         let late: Vec<NodeId> =
-            self.running.iter().filter(|(_, replacement)| replacement.deadline < now).map(|(node, _)| *node).collect();
+            self.running.iter().filter(|(node, replacement)| is_late(**node, replacement)).map(|(node, _)| *node).collect();
         let seconds = self.request.start_timeout.as_secs();
         let reason = format!("it did not join within {seconds} s (--start-timeout)");
         let mut answers: Vec<Answer> = late.into_iter().filter_map(|node| self.failed(node, &reason)).collect();
