@@ -378,6 +378,8 @@ fn a_server_that_dies_again_and_again_is_given_up() {
     // The longest pause before a new server is started.
     std::thread::sleep(Duration::from_millis(200) * (4_u32.pow(REPLACEMENTS_MAX) - 1) / 4);
     assert!(is_lost(&cluster, 1) && !cluster.pids().contains_key(&1));
+    let log = fs::read_to_string(cluster.location().folder.join("supervisor.log")).unwrap();
+    assert!(log.contains("the server of node 1 has died again, after 3 new ones; no more are started"), "{log}");
     assert_eq!(rejoin(&cluster, &["1"]), (true, "node 1 is a member again\n".to_owned()));
     read_all(&cluster.view(1), "d", "on the last server");
     cluster.down();
