@@ -345,12 +345,17 @@ pub(super) async fn summary_of(
     start: Instant,
 ) -> Result<Summary, CoordinatorError> {
     let (nodes, header, roster) = (context.peers.count(), *dataset.catalog().header(), context.peers.roster());
-    let read = move || (Distribution::of(&dataset, nodes), dataset.bytes_of_copies_on(|node| !roster.is_live(node)));
-    let (distribution, uncopied_bytes) = context.blocking.run(read).await?;
+    let counted = roster.clone();
+    let read = move || {
+        let bytes_on = |is_live| dataset.bytes_of_copies_on(|node| counted.is_live(node) == is_live);
+        (Distribution::of(&dataset, nodes), bytes_on(true), bytes_on(false))
+    };
+    let (distribution, held_bytes, uncopied_bytes) = context.blocking.run(read).await?;
     let Distribution { nodes, sizes, classes, archives } = distribution;
+    let owned: u64 = roster.live().filter_map(|node| Some(nodes.get(node.index())?.bytes)).sum();
     Ok(Summary {
         copies: header.copies,
-        copied_bytes: 0,
+        copied_bytes: held_bytes.saturating_sub(owned),
         uncopied_bytes,
         samples: header.samples.into(),
         bytes: header.bytes,
