@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 
 use crate::dataset::Dataset;
-use crate::failure::{self, Error};
+use crate::failure;
 use crate::order::Order;
 use crate::path::{from_python, list_from_python, to_python};
 use crate::stat::{DirEntry, Stat};
