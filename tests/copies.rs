@@ -180,7 +180,7 @@ fn a_stage_in_whose_copies_fail_leaves_nothing_behind() {
     read_all(&session, 1, &lens);
 }
 
-/// The rate at which all nodes together read sources of some 10 MB, in bytes a second.
+/// The rate at which all nodes together read the sources, in bytes a second.
 const RATE: u64 = 32 << 20;
 
 /// Stages sources in, and lets a node other than node 0 die at the first request to it for which `is_time` holds. Returns the node,
