@@ -15,11 +15,12 @@ create_exception!(dayfly, Error, PyException, "A failure that is not about a fil
 
 /// Returns the exception for a failure about a path.
 pub(crate) fn at(py: Python<'_>, path: &[u8], error: ViewError) -> PyErr {
-    if let Some(raised) = wait::raised() {
-        return raised;
-    }
-    if let ViewError::Client(ClientError::Interrupted) = error {
-        return wait::interruption();
+    let interruption = match &error {
+        ViewError::Client(error) => wait::interruption(error),
+        _ => wait::raised(),
+    };
+    if let Some(interruption) = interruption {
+        return interruption;
     }
     let (errno, text) = match &error {
         ViewError::Client(ClientError::Path { errno, reason, .. }) => (*errno, reason.clone()),
@@ -38,11 +39,10 @@ pub(crate) fn os_error(py: Python<'_>, errno: i32, text: &str, path: &[u8]) -> P
 
 /// Returns the exception for a failure that names its file itself, or concerns none.
 pub(crate) fn general(error: ClientError) -> PyErr {
-    if let Some(raised) = wait::raised() {
-        return raised;
+    if let Some(interruption) = wait::interruption(&error) {
+        return interruption;
     }
     match error {
-        ClientError::Interrupted => wait::interruption(),
         ClientError::Path { path, reason, errno } => PyOSError::new_err((errno, without_os_numbers(&reason).into_owned(), path)),
         error => Error::new_err(without_os_numbers(&error.to_string()).into_owned()),
     }

@@ -7,7 +7,7 @@
 
 use std::cell::RefCell;
 
-use dayfly_client::interruption;
+use dayfly_client::{ClientError, interruption};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
@@ -51,7 +51,8 @@ pub(crate) fn raised() -> Option<PyErr> {
     RAISED.with(|slot| slot.take())
 }
 
-/// Returns the exception for a wait that was interrupted.
-pub(crate) fn interruption() -> PyErr {
-    PyKeyboardInterrupt::new_err("the wait was interrupted")
+/// Returns the exception of an interrupted call, if `error` is the failure of one.
+pub(crate) fn interruption(error: &ClientError) -> Option<PyErr> {
+    let unknown = || PyKeyboardInterrupt::new_err("the wait was interrupted");
+    raised().or_else(|| matches!(error, ClientError::Interrupted).then(unknown))
 }

@@ -28,7 +28,13 @@ pub(super) async fn report_until_end(stage_ins: Weak<NodeStageIns>, stage_in: Ar
     tokio::spawn(async move {
         let is_published = match end {
             // A node that was lost meanwhile may have missed the request to make the dataset visible.
-            End::Published => stage_in.commit().is_ok(),
+            End::Published => match stage_in.commit() {
+                Ok(()) => true,
+                Err(error) => {
+                    tracing::warn!(%error, "a stage-in was published without this node's part, which ends here");
+                    false
+                }
+            },
             End::Aborted => false,
             End::Unknown => stage_in.is_visible(),
         };
