@@ -39,8 +39,9 @@ const STAGE_IN_MAX: Duration = Duration::from_secs(240);
 const CAUSES: [&str; 4] = ["node ", CANCELED, "has not heard from the supervisor", "--copies 2 needs at least 2 nodes"];
 /// What a user sees who cancels a stage-in.
 const CANCELED: &str = "the simulated user canceled it";
-/// After this time without faults, everything that was in flight has ended.
-const QUIET: Duration = Duration::from_secs(120);
+/// After this time without faults, everything that was in flight has ended. The longest wait is that of a node that has prepared a
+/// dataset and gets no answer.
+const QUIET: Duration = Duration::from_secs(180);
 
 /// The outcome of a seed.
 #[derive(Clone, Debug, Default, PartialEq)]
