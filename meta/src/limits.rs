@@ -488,6 +488,8 @@ pub const RECOVERY_TIMEOUT_DEFAULT: Duration = Duration::from_secs(600);
 pub const STREAM_BLOCKS_MAX: usize = 16 << 20;
 /// Parts of a compressed tar, of about [`RECOVERY_WRITE_LEN`] bytes each, that wait to be stored.
 pub const STREAM_PARTS_WAITING_MAX: usize = 2;
+/// Threads of a node that read compressed tars again at the same time, with those whose reads have timed out and hang in the kernel.
+pub const STREAM_READERS_MAX: usize = 16;
 /// How often a node asks at first, and at most, whether a block of a compressed tar is there.
 pub const STREAM_ASKED_INTERVAL_MIN: Duration = Duration::from_millis(100);
 /// How often a node asks after a while.

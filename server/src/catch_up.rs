@@ -243,9 +243,9 @@ impl CatchUp {
         let (me, nodes, drives) = (self.peers.own_node(), self.peers.count(), self.store.drives().to_vec());
         let preparing = self.blocking.run(move || -> Result<Dataset, Cause> {
             let segments = Arc::new(Segments::create(&drives, listed.dataset)?);
-            let ListedDataset { dataset: id, request, target, checksum, .. } = listed;
+            let ListedDataset { dataset: id, request, counts, target, checksum, .. } = listed;
             let new =
-                NewDataset { id, request, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
+                NewDataset { id, request, counts, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
             Ok(new.prepare(me, nodes, None)?)
         });
         match self.store.show_over(Arc::new(preparing.await??), must_stay) {

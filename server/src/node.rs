@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::limits::{BATCH_LEN_MAX, STREAM_READERS_MAX};
 use dayfly_meta::roster::{LeaseRound, RosterChange};
 use dayfly_meta::status_page::StatusPage;
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Agreement, Service, Serving, Transport};
+use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, sleep};
 use tracing::Instrument;
@@ -232,6 +233,7 @@ impl NodeParts {
             blocking: self.blocking.clone(),
             rate: self.config.recovery_rate,
             timeout: self.config.recovery_timeout,
+            stream_readers: Arc::new(Semaphore::new(STREAM_READERS_MAX)),
             progress: self.recovery_progress.clone(),
         }
     }
@@ -419,6 +421,8 @@ impl Node {
     /// Looks for datasets that appeared after this node caught up and before it was a member again. Tries again until all of them
     /// are visible here. Returns whether they are: not if this node has been lost meanwhile.
     pub async fn catch_up_again(&self) -> bool {
+        let deadlines = self.parts.config.deadlines;
+        let mut pause = deadlines.progress_interval;
         loop {
             let Err(error) = self.parts.catch_up.look_again().await else {
                 self.parts.membership.open();
@@ -428,7 +432,8 @@ impl Node {
                 return false;
             }
             tracing::warn!(%error, "cannot take all new datasets; trying again");
-            sleep(self.parts.config.deadlines.progress_interval).await;
+            sleep(pause).await;
+            pause = (pause * 2).min(deadlines.catch_up);
         }
     }
 

@@ -32,6 +32,7 @@ use dayfly_meta::limits::{
 };
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::status::{Reads, RecoveryStatus};
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
 use crate::blocking::Blocking;
@@ -159,6 +160,8 @@ pub(crate) struct Recovery {
     pub(crate) rate: u64,
     /// How long readers wait for blocks of compressed tars; 0 if these are not read again.
     pub(crate) timeout: Duration,
+    /// A permit for each thread that reads a compressed tar. A thread whose read hangs in the kernel cannot be ended, and keeps its own.
+    pub(crate) stream_readers: Arc<Semaphore>,
     pub(crate) progress: Arc<RecoveryProgress>,
 }
 

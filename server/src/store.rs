@@ -50,6 +50,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use dayfly_meta::id::{BlockId, DatasetId};
 use dayfly_meta::path::{display, is_below, join};
 use dayfly_meta::status_page::{self, Counters, StatusPage};
+use dayfly_meta::wire::control::Counts;
 use dayfly_meta::wire::peer::ListedDataset;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
@@ -242,6 +243,7 @@ impl Store {
             target: dataset.target().to_vec(),
             len: dataset.catalog().header().file_len,
             checksum: dataset.catalog_checksum(),
+            counts: Counts { notes: Vec::new(), skipped_notes: Vec::new(), ..dataset.counts().clone() },
         };
         self.datasets().iter().map(listed).collect()
     }

@@ -208,6 +208,7 @@ impl Publication<'_> {
             len: merged.len,
             checksum: merged.checksum,
             replaces: self.replaces,
+            counts: self.counts(merged),
         };
         loop {
             let asked = context.peers.ask(node, request.clone(), context.deadlines().prepare).await;
@@ -223,6 +224,16 @@ impl Publication<'_> {
             }
             sleep(context.deadlines().progress_interval).await;
         }
+    }
+
+    /// Returns what the stage-in has encountered, in its sources and when it merged what lies in them.
+    fn counts(&self, merged: &Merged) -> Counts {
+        let mut counts = self.stage_in.counts();
+        counts.refused += merged.refused.count;
+        counts.replaced += merged.replaced.count;
+        merged.replaced.notes.iter().for_each(|note| counts.note(note));
+        merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
+        counts
     }
 
     fn dataset(&self) -> DatasetId {
@@ -300,14 +311,10 @@ impl Publication<'_> {
         start: Instant,
     ) -> Result<Summary, CoordinatorError> {
         let context = &self.coordinator.context;
-        let mut counts = self.stage_in.counts();
+        let mut counts = self.counts(merged);
         if let Some(error) = unsettled {
             counts.note(&format!("the dataset is visible, but not all nodes have freed what it replaced yet: {error}"));
         }
-        counts.refused += merged.refused.count;
-        counts.replaced += merged.replaced.count;
-        merged.replaced.notes.iter().for_each(|note| counts.note(note));
-        merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         let dataset = context.store.dataset(self.dataset());
         let dataset = dataset.ok_or_else(|| CoordinatorError::ReplacedAtOnce(display(&self.request.target)))?;
         let nodes = context.peers.count();
@@ -341,14 +348,14 @@ impl Publication<'_> {
     }
 }
 
-/// Returns the summary of a dataset about which only its catalog tells, because an earlier coordinator made it.
+/// Returns the summary of a dataset that an earlier coordinator made. How it was made is not known here.
 pub(super) async fn summary_of(
     context: &CoordinatorContext,
     dataset: Arc<Dataset>,
     start: Instant,
 ) -> Result<Summary, CoordinatorError> {
     let (nodes, header, roster) = (context.peers.count(), *dataset.catalog().header(), context.peers.roster());
-    let counted = roster.clone();
+    let (counted, made) = (roster.clone(), dataset.clone());
     let read = move || {
         let bytes_on = |is_live| dataset.bytes_of_copies_on(|node| counted.is_live(node) == is_live);
         (Distribution::of(&dataset, nodes), bytes_on(true), bytes_on(false))
@@ -366,7 +373,7 @@ pub(super) async fn summary_of(
         archives,
         catalog_bytes: header.file_len,
         source_bytes: 0,
-        counts: Counts::default(),
+        counts: made.counts().clone(),
         elapsed_ms: start.elapsed().as_millis() as u64,
         imbalance_permille: distribution::imbalance_permille(&nodes, context.peers.roster().live()),
         redone_bytes: 0,

@@ -10,7 +10,7 @@ use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{
     RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN,
-    STREAM_PARTS_WAITING_MAX,
+    STREAM_PARTS_WAITING_MAX, STREAM_READERS_MAX,
 };
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::status::Reads;
@@ -131,6 +131,11 @@ impl Recovery {
             return Ok(());
         }
         let key = (dataset.id(), source);
+        let limit = self.peers.deadlines().origin;
+        let Ok(Ok(permit)) = timeout(limit, self.stream_readers.clone().acquire_owned()).await else {
+            let seconds = limit.as_secs();
+            return Err(format!("{STREAM_READERS_MAX} earlier reads of sources have not answered for {seconds} s"));
+        };
         tracing::info!(dataset = dataset.id().0, source, blocks = blocks.len(), "reading a compressed tar again");
         let (sender, mut parts) = mpsc::channel(STREAM_PARTS_WAITING_MAX);
         let blocking = self.blocking.clone();
@@ -160,9 +165,9 @@ impl Recovery {
             let result = reader.stream(read.catalog(), source, &blocks, &mut |streamed| take(Some(streamed)));
             // What was read before a failure is good.
             let _ = take(None);
+            drop(permit);
             result
         }));
-        let limit = self.peers.deadlines().origin;
         loop {
             let part = match timeout(limit, parts.recv()).await {
                 Ok(Some(part)) => part,

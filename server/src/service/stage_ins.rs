@@ -37,8 +37,8 @@ impl StageIns {
                 let (run_lens, counted) = stage_ins.get(stage_in)?.finish().await?;
                 return Ok(NodeStageInReply::Finished { run_lens, counted });
             }
-            NodeStageInRequest::Prepare { stage_in, dataset, target, from, len, checksum, replaces } => {
-                let announced = PreparedCatalog { dataset, target, from, len, checksum, replaces };
+            NodeStageInRequest::Prepare { stage_in, dataset, target, from, len, checksum, replaces, counts } => {
+                let announced = PreparedCatalog { dataset, target, from, len, checksum, replaces, counts };
                 stage_ins.get(stage_in)?.prepare(announced).await?;
             }
             NodeStageInRequest::Copy { stage_in, is_required } => return Ok(stage_ins.get(stage_in)?.copy(is_required)?),

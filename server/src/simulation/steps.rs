@@ -188,12 +188,16 @@ impl Session<'_> {
         (staged, took)
     }
 
-    /// Checks that a stage-in's summary, which `asked` has received, counts no copy that no member has.
-    fn check_copies(&self, asked: &Node, servers: &[Arc<Node>], summary: &Summary) {
+    /// Checks that a stage-in's summary, which `asked` has received, counts no copy that no member has, and says what the stage-in has
+    /// encountered, also if its coordinator was lost after it had decided to publish the dataset.
+    fn check_summary(&self, asked: &Node, servers: &[Arc<Node>], summary: &Summary) {
         let roster = asked.parts.peers.roster();
         let members = servers.iter().filter(|server| roster.is_live(server.parts.config.node));
         let shown: Vec<_> = members.filter_map(|server| dataset(server, TARGET)).collect();
         let Some(catalog) = shown.first().map(|dataset| dataset.catalog()) else { return };
+        if summary.counts.files != u64::from(catalog.header().samples) {
+            self.broken(format!("the summary counts {} files, not {}", summary.counts.files, catalog.header().samples));
+        }
         let missing = |block| {
             let (_, len) = catalog.block(block).unwrap();
             let held = shown.iter().filter(|dataset| dataset.has_own_copy(block)).count() as u64;
@@ -216,7 +220,7 @@ impl Session<'_> {
         let asked = &servers[(0..NODES).find(|node| !case.victims.contains(node)).map(usize::from).unwrap()];
         let staged = self.stage_in_as(asked, self.request(sources, TARGET), std::future::pending()).await;
         if let Ok(summary) = &staged {
-            self.check_copies(asked, &servers, summary);
+            self.check_summary(asked, &servers, summary);
         }
         let staged = staged.map(drop);
         sleep(BLOWS_END).await;

@@ -6,6 +6,7 @@ use std::sync::{Arc, PoisonError};
 
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::BATCH_LEN_MAX;
+use dayfly_meta::wire::control::Counts;
 use dayfly_meta::wire::peer::ReadRequest;
 
 use super::{NodeStageIn, NodeStageInError};
@@ -31,6 +32,8 @@ pub(crate) struct PreparedCatalog {
     pub(crate) checksum: u32,
     /// The dataset that the new one replaces.
     pub(crate) replaces: Option<DatasetId>,
+    /// What the stage-in has encountered.
+    pub(crate) counts: Counts,
 }
 
 impl NodeStageIn {
@@ -70,7 +73,7 @@ impl NodeStageIn {
         if self.is_prepared() {
             return Ok(());
         }
-        let PreparedCatalog { dataset: id, target, from, len, checksum, replaces } = announced;
+        let PreparedCatalog { dataset: id, target, from, len, checksum, replaces, counts } = announced;
         let (drive, mut room) = self.take_catalog_room();
         let more = len.saturating_sub(room.bytes());
         if !(room.grow(more) || self.context.room.make_room(more).await? && room.grow(more)) {
@@ -94,7 +97,7 @@ impl NodeStageIn {
             let stored_bytes = ingest.stored_bytes();
             let request = stage_in.request;
             let new =
-                NewDataset { id, request, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
+                NewDataset { id, request, counts, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
             let dataset = new.prepare(me, nodes, Some(&|arrival| ingest.find(arrival)))?;
             stage_in.context.arena.adopt(&dataset);
             let mut publication = stage_in.publication();

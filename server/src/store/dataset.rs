@@ -13,6 +13,7 @@ use dayfly_meta::limits::CHUNK_LEN;
 use dayfly_meta::locations::Locations;
 use dayfly_meta::placement::{Member, NodeSet, Placement};
 use dayfly_meta::segment::{DrivePosition, Location};
+use dayfly_meta::wire::control::Counts;
 use dayfly_stagein::origin::is_streamable;
 use dayfly_transport::Piece;
 
@@ -63,6 +64,7 @@ pub(crate) struct ChunkInfo {
 pub(crate) struct Dataset {
     id: DatasetId,
     request: u64,
+    counts: Counts,
     target: Vec<u8>,
     catalog: Catalog,
     catalog_file: Arc<File>,
@@ -90,6 +92,8 @@ pub(crate) struct NewDataset<'a> {
     pub(crate) id: DatasetId,
     /// The number of the user's request that made the dataset.
     pub(crate) request: u64,
+    /// What the stage-in has encountered.
+    pub(crate) counts: Counts,
     /// The path of the dataset's root below the namespace's prefix.
     pub(crate) target: Vec<u8>,
     /// The file of the catalog, and the drive that it is on.
@@ -115,7 +119,7 @@ impl NewDataset<'_> {
         nodes: usize,
         find: Option<&dyn Fn(u32) -> Option<DrivePosition>>,
     ) -> Result<Dataset, PrepareError> {
-        let Self { id, request, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
+        let Self { id, request, counts, target, catalog: file, drive, checksum, room, segments, stored_bytes } = self;
         let catalog_file = Arc::new(read_only(file)?);
         // The catalog is synced before it is checked: a page that the drive lost is then read again from the drive, and fails the
         // check.
@@ -140,6 +144,7 @@ impl NewDataset<'_> {
         Ok(Dataset {
             id,
             request,
+            counts,
             target,
             catalog,
             catalog_file,
@@ -168,6 +173,11 @@ impl Dataset {
     /// Returns the number of the user's request that made the dataset.
     pub(crate) fn request(&self) -> u64 {
         self.request
+    }
+
+    /// Returns what the stage-in encountered.
+    pub(crate) fn counts(&self) -> &Counts {
+        &self.counts
     }
 
     /// Returns the path of the dataset's root below the namespace's prefix.

@@ -9,6 +9,7 @@ use dayfly_meta::catalog::{About, CatalogBuilder, Compression, Member, Place, So
 use dayfly_meta::checksum::checksum;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::CHUNK_LEN;
+use dayfly_meta::wire::control::Counts;
 
 use super::{Dataset, Drive, NewDataset, Segments};
 
@@ -62,6 +63,7 @@ pub(crate) fn dataset_at(
     let built = builder.finish(&|| {}).unwrap();
     let new = NewDataset {
         request: 0,
+        counts: Counts::default(),
         id,
         target: target.to_vec(),
         catalog: &built.file,

@@ -4,7 +4,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 use super::{Rejection, Sighting, SuspectPath, Unit, UnitReport};
 use crate::id::DatasetId;
-use crate::wire::control::{Counted, Event, StageInRequest};
+use crate::wire::control::{Counted, Counts, Event, StageInRequest};
 
 /// A request to the coordinator.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -79,6 +79,8 @@ pub struct ListedDataset {
     pub len: u64,
     /// CRC32C of its catalog.
     pub checksum: u32,
+    /// What its stage-in encountered, without remarks.
+    pub counts: Counts,
 }
 
 /// The answer to a [`CoordinatorRequest`].

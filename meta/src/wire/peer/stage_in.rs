@@ -6,7 +6,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 use super::{ListedDataset, Rival};
 use crate::id::{DatasetId, NodeId};
 use crate::stored_share::StoredShare;
-use crate::wire::control::{Counted, Selection};
+use crate::wire::control::{Counted, Counts, Selection};
 use crate::wire::status::Reads;
 
 /// A request to a node's part of a stage-in.
@@ -68,6 +68,8 @@ pub enum NodeStageInRequest {
         checksum: u32,
         /// The dataset that this one replaces.
         replaces: Option<DatasetId>,
+        /// What the stage-in has encountered.
+        counts: Counts,
     },
     /// Copy blocks of which this node is a holder from their owners, in the background. Sent again and again, until all nodes are
     /// done. Reply: [`NodeStageInReply::Copying`].
