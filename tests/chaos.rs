@@ -7,44 +7,23 @@
 //! once. The test prints a failing seed and its steps. A seed always has the same steps, but the timing within a step depends on
 //! the machine, so a failure may take several runs to reproduce.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-#[path = "chaos/causes.rs"]
 mod causes;
-#[path = "chaos/data.rs"]
 mod data;
-#[path = "chaos/deadlines.rs"]
 mod deadlines;
-#[path = "chaos/ending.rs"]
 mod ending;
-#[path = "chaos/faults.rs"]
 mod faults;
-mod harness;
-#[path = "chaos/inject.rs"]
 mod inject;
-#[path = "chaos/launch.rs"]
 mod launch;
-#[path = "chaos/leftovers.rs"]
 mod leftovers;
-#[path = "chaos/log.rs"]
 mod log;
-#[path = "chaos/network.rs"]
 mod network;
-#[path = "chaos/planted.rs"]
 mod planted;
-#[path = "chaos/promises.rs"]
 mod promises;
-#[path = "chaos/reader.rs"]
 mod reader;
-#[path = "chaos/readers.rs"]
 mod readers;
-#[path = "chaos/run.rs"]
 mod run;
-#[path = "chaos/schedule.rs"]
 mod schedule;
-#[path = "chaos/stage_ins.rs"]
 mod stage_ins;
-#[path = "chaos/starvation.rs"]
 mod starvation;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -52,6 +31,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use crate::harness;
 use schedule::{Place, Schedule};
 
 /// The seeds that `.ci/run` runs. Together their schedules have each kind of fault, which a test checks.

@@ -1,14 +1,10 @@
 //! Tests that commands lose none of the user's files, ignore no option, and report each mistake once.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt, symlink};
 
-use harness::{Ground, assert_same_tree, output_of, read_tree, text, tool};
+use crate::harness::{self, Ground, assert_same_tree, output_of, read_tree, text, tool};
 
 #[test]
 fn cp_replaces_a_file_only_with_a_whole_copy_and_replaces_no_device_or_fifo() {

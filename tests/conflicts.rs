@@ -1,16 +1,12 @@
 //! Tests that duplicates, hard links and conflicts across sources give the same result as unpacking the sources one after another
 //! in the order given. GNU tar itself is the reference. The number of nodes varies, so that different nodes read different sources.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
-use harness::{Ground, assert_same_tree, output_of, pack, read_tree, tool};
+use crate::harness::{self, Ground, assert_same_tree, output_of, pack, read_tree, tool};
 use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};

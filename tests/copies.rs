@@ -1,23 +1,19 @@
 //! Datasets of which several nodes store each block (`stage-in --copies`).
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use crate::harness::inside::{Inside, Rest};
+use crate::harness::samples::{content, count, dataset, path};
+use crate::harness::{self, Ground, pack, wait_until};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::wire::control::{Command, Copies, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::decode_sealed;
 use dayfly_meta::wire::peer::{ReadRequest, Request};
 use dayfly_transport::fault::Fault;
-use harness::inside::{Inside, Rest};
-use harness::samples::{content, count, dataset, path};
-use harness::{Ground, pack, wait_until};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;

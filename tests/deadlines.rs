@@ -3,21 +3,17 @@
 //! default deadlines, or with the divisor in `DAYFLY_TEST_DEADLINES_DIVISOR`. A busy machine is slower, never faster, so each row
 //! has a strict minimum and a generous maximum.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::{content, path};
+use crate::harness::strace::{self, Tracer};
+use crate::harness::{self, Cluster, Ground, output_of, pack, signal, text, wait_until};
 use dayfly_client::{Delivery, OnMissing, Samples, Session, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::control::{Command, Event};
-use harness::samples::{content, path};
-use harness::strace::{self, Tracer};
-use harness::{Cluster, Ground, output_of, pack, signal, text, wait_until};
 use nix::sys::signal::Signal;
 
 const DIVISOR: u32 = 5;

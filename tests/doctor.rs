@@ -1,13 +1,9 @@
 //! Tests `dayfly doctor` on this machine and on "other hosts", which are also this machine.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 
-use harness::{Ground, text};
+use crate::harness::{Ground, text};
 use serde_json::Value;
 
 fn finding<'a>(report: &'a Value, what: &str) -> &'a Value {

@@ -1,10 +1,6 @@
 //! Tests of drives that fail or hang under a server; `strace` makes the server's system calls fail or hang. Data on that drive
 //! cannot be read, and the error says so. Everything else continues to work, even on that node.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::BTreeSet;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -12,7 +8,7 @@ use std::process::{Child, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-use harness::{Cluster, Ground, signal, wait_for};
+use crate::harness::{self, Cluster, Ground, signal, wait_for};
 use nix::sys::signal::Signal;
 
 /// Makes system calls of a process fail until this value is dropped.

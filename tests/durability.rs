@@ -1,10 +1,6 @@
 //! Tests of drives that lose data after they have accepted it. Reads never return wrong bytes, and errors name the node, the drive
 //! and the remedy.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::cell::Cell;
 use std::fs;
 use std::io::Write;
@@ -12,9 +8,9 @@ use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use harness::drive::{Injected, ThinDrive, evict, taken_by};
-use harness::samples::{content, count, node, numbers, path, read_epoch, session};
-use harness::{Cluster, Ground, wait_for, wait_until};
+use crate::harness::drive::{Injected, ThinDrive, evict, taken_by};
+use crate::harness::samples::{content, count, node, numbers, path, read_epoch, session};
+use crate::harness::{self, Cluster, Ground, wait_for, wait_until};
 use nix::sys::statvfs::statvfs;
 
 /// More than enough time for cached blocks to be written and synced.

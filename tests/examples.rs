@@ -1,15 +1,11 @@
 //! Builds the programs in `docs/examples` as its README says, and runs them in a real session.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use harness::samples::{content, session};
-use harness::{Cluster, output_of, output_within, text};
+use crate::harness::samples::{content, session};
+use crate::harness::{self, Cluster, output_of, output_within, text};
 
 /// Lengths of the samples: empty, small, and one that spans several chunks.
 const LENS: [usize; 5] = [100, 0, 70_000, 5 << 20, 1];

@@ -1,18 +1,14 @@
 //! Tests in which one server or all servers die at arbitrary points during a stage-in and during reads. Errors name the node within
 //! the deadline, nothing hangs, no read returns wrong bytes or too few, and all space is freed.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use crate::harness::{self, Cluster, Ground, signal, wait_for, wait_until};
 use dayfly_meta::deadlines::Deadlines;
-use harness::{Cluster, Ground, signal, wait_for, wait_until};
 use nix::sys::signal::Signal;
 use nix::sys::statvfs::statvfs;
 

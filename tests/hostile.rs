@@ -1,9 +1,5 @@
 //! Tests of hostile and damaged input. Errors are clear and name the position, nothing becomes partly visible, and servers survive.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use harness::{Cluster, Ground, pack};
+use crate::harness::{self, Cluster, Ground, pack};
 
 harness::with_few_and_many_workers! {
     damaged_archives_are_named_with_the_place,

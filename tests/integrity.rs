@@ -1,10 +1,6 @@
 //! Flips one bit at each place where a sample's bytes are stored or sent, and checks who detects it: see "Checksums, hop by hop"
 //! in `docs/SEMANTICS.md`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::HashSet;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -12,6 +8,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use crate::harness::inside::{Inside, Rest};
+use crate::harness::samples::{content, dataset, numbers, path};
+use crate::harness::wait_until;
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
@@ -22,9 +21,6 @@ use dayfly_meta::wire::peer::{NodeStageInRequest, OfferRequest, ReadRequest, Req
 use dayfly_meta::wire::status::Hop;
 use dayfly_meta::wire::{VERSION, decode, decode_sealed, encode};
 use dayfly_transport::fault::{Fault, OutgoingRequest};
-use harness::inside::{Inside, Rest};
-use harness::samples::{content, dataset, numbers, path};
-use harness::wait_until;
 
 /// Samples of zero, one and several batches, pieces and chunks. At most an eighth of the arena may wait to be cached.
 /// No sample is longer than that eighth, because a busy machine would not cache a longer one the first time.

@@ -1,20 +1,16 @@
 //! Tests how sessions start, live and end: servers start along a tree, a session can start without nodes that are missing,
 //! supervisors hold leases, and jobs find their own sessions. Tests that need a cluster are in `tests/slurm/jobs`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use crate::harness::hosts::Hosts;
+use crate::harness::{self, Ground, signal, text, wait_for, wait_until};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::TREE_WIDTH;
-use harness::hosts::Hosts;
-use harness::{Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 /// SEMANTICS: "A session lives as long as its servers hear from its supervisor, which is `run` or a process that `up` leaves

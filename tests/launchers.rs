@@ -1,16 +1,12 @@
 //! Tests of how servers are started: from lists of hosts, by the commands of managers and of MPI, and by hand.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::process::Stdio;
 use std::time::Duration;
 
-use harness::hosts::Hosts;
-use harness::{Ground, signal, text, wait_for, wait_until};
+use crate::harness::hosts::Hosts;
+use crate::harness::{self, Ground, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 #[test]

@@ -1,10 +1,6 @@
 //! Tests of the leases of readers that stop, sleep or keep their views, and tests of requests that wait for the room that these
 //! readers hold.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs::{self, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::FileExt;
@@ -13,6 +9,8 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::{assert_accounts_are_settled, content, dataset, numbers, path, session};
+use crate::harness::{self, Cluster, Ground, signal, wait_until};
 use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
@@ -21,8 +19,6 @@ use dayfly_meta::limits::ARENA_LEN_MIN;
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{VERSION, decode, encode};
-use harness::samples::{assert_accounts_are_settled, content, dataset, numbers, path, session};
-use harness::{Cluster, Ground, signal, wait_until};
 use nix::sys::signal::Signal;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -229,7 +225,7 @@ fn stop(pid: i32) {
 /// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_of_the_leases", "--nocapture"])
+        .args(["--exact", "leases::child_of_the_leases", "--nocapture"])
         .env(CHILD, words)
         .env("DAYFLY_RUNTIME_DIR", cluster.runtime.path())
         .env("DAYFLY_SESSION", &cluster.id)

@@ -1,18 +1,14 @@
 //! Tests of everything that makes remote blocks local: caching on the node's drives, prefetching along orders, read-ahead, and
 //! their counters.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, read_epoch, session};
+use crate::harness::wait_until;
 use dayfly_client::{Delivery, OnMissing, Samples};
 use dayfly_meta::id::SampleId;
-use harness::samples::{assert_accounts_are_settled, content, count, dataset, node, numbers, path, read_epoch, session};
-use harness::wait_until;
 
 /// SEMANTICS: "Blocks that came from other nodes are cached on the node's drives where there is room,
 /// so that they are local from the next epoch on."

@@ -1,16 +1,12 @@
 //! Tests of mappings of files that lie on other nodes: one copy serves all processes of a node, and mappings keep their bytes.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Stdio};
 
+use crate::harness::samples::{content, dataset, numbers, path, session};
+use crate::harness::{self, Cluster, text, wait_until};
 use dayfly_client::View;
 use dayfly_meta::id::BlockId;
-use harness::samples::{content, dataset, numbers, path, session};
-use harness::{Cluster, text, wait_until};
 
 /// Maps a file, or a part of it. Prints a checksum of the bytes, and the inodes of the kernel files behind the mapping. If told to
 /// hold the mapping, a child prints the checksum again when a line arrives, after the parent has exited.

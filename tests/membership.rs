@@ -1,16 +1,12 @@
 //! Sessions whose members are lost and return, while their supervisor lives.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Child, ChildStderr, Stdio};
 use std::time::Duration;
 
-use harness::samples::content;
-use harness::{Cluster, Ground, pack, signal, text, wait_until};
+use crate::harness::samples::content;
+use crate::harness::{self, Cluster, Ground, pack, signal, text, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;

@@ -1,19 +1,15 @@
 //! The model tests: random operations on the namespace and on a plain directory must have equal results after every step. Each
 //! step runs on a random node, so that blocks that are local in one step are remote in the next.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
+use crate::harness::twin::twin_with;
+use crate::harness::{self, Cluster, Ground, pack, tool};
 use dayfly_client::{FileKind, View};
-use harness::twin::twin_with;
-use harness::{Cluster, Ground, pack, tool};
 use nix::fcntl::OFlag;
 use nix::sys::stat::Mode;
 use nix::unistd::{AccessFlags, Whence};
@@ -389,7 +385,10 @@ fn random_calls_through_the_library_agree_with_a_plain_directory() {
         symlink("a", root.join("up")).unwrap();
     };
     let run = |command: &mut std::process::Command, out: &Path, root: &Path, seed: u64| {
-        command.arg("--exact").arg("child_of_the_model").env(CHILD, format!("{seed} {} {}", out.display(), root.display()));
+        command
+            .arg("--exact")
+            .arg("model::child_of_the_model")
+            .env(CHILD, format!("{seed} {} {}", out.display(), root.display()));
         let output = harness::output_of(command);
         assert!(output.status.success(), "{}", harness::text(&output.stdout));
         fs::read_to_string(out).unwrap()

@@ -1,20 +1,16 @@
 //! Sessions in which a server is killed, or stands still, while processes on other nodes read. No read on these nodes fails, none
 //! waits longer than promised, and every byte is right.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::{assert_accounts_are_settled, content, dataset, path};
+use crate::harness::{Cluster, Ground, pack, signal, wait_until};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::limits::ARENA_LEN_MIN;
-use harness::samples::{assert_accounts_are_settled, content, dataset, path};
-use harness::{Cluster, Ground, pack, signal, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 1200;

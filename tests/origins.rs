@@ -1,14 +1,10 @@
 //! Tests that the catalog of a session's dataset leads back to the sources.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 
+use crate::harness::{self, Ground, pack, text};
 use dayfly_meta::id::{BlockId, SampleId};
 use dayfly_stagein::origin::{OriginError, OriginReader, WantedBytes, check};
-use harness::{Ground, pack, text};
 
 harness::with_few_and_many_workers! {
     every_block_of_a_session_is_read_back_from_its_origin,

@@ -1,17 +1,13 @@
 //! Datasets that are larger than the nodes' room: see "Datasets that do not fit" in `docs/SEMANTICS.md`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::path::Path;
 
+use crate::harness::samples::{content, count, dataset, path, read_epoch};
+use crate::harness::strace::{self, Tracer};
+use crate::harness::{self, Cluster, Ground, pack, wait_until};
 use dayfly_client::View;
 use dayfly_meta::catalog::{NOT_STORED, NOT_STORED_MIN};
-use harness::samples::{content, count, dataset, path, read_epoch};
-use harness::strace::{self, Tracer};
-use harness::{Cluster, Ground, pack, wait_until};
 use serde_json::Value;
 
 harness::with_few_and_many_workers! {

@@ -3,30 +3,16 @@
 //!
 //! Programs that are not installed are skipped, with a line on standard error, unless `DAYFLY_TEST_ALL_PROGRAMS` is set.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-#[path = "posix/answers.rs"]
 mod answers;
-#[path = "posix/border.rs"]
 mod border;
-#[path = "posix/edges.rs"]
 mod edges;
-#[path = "posix/handoffs.rs"]
 mod handoffs;
-mod harness;
-#[path = "posix/jumps.rs"]
 mod jumps;
-#[path = "posix/limits.rs"]
 mod limits;
-#[path = "posix/loaders.rs"]
 mod loaders;
-#[path = "posix/programs.rs"]
 mod programs;
-#[path = "posix/raw.rs"]
 mod raw;
-#[path = "posix/reserved.rs"]
 mod reserved;
-#[path = "posix/signals.rs"]
 mod signals;
 
 use std::ffi::OsStr;
@@ -36,8 +22,8 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
-use harness::twin::twin;
-use harness::{Ground, assert_same_tree, copy_program, is_installed, output_of, read_tree, text, tool};
+use crate::harness::twin::twin;
+use crate::harness::{self, Ground, assert_same_tree, copy_program, is_installed, output_of, read_tree, text, tool};
 use nix::sys::signal::Signal;
 use programs::{COPIERS, PROGRAMS};
 

@@ -1,16 +1,12 @@
 //! Tests of sessions over RDMA as users see them, and of the messages that users see if there is no card. Tests that need a card
 //! run in a virtual machine with Soft-RoCE: see `tests/vm/rdma`.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use harness::Ground;
+use crate::harness::{self, Ground};
 use serde_json::Value;
 
 /// Returns true if there is a card to test with. If there is none, prints that once, bypassing the test harness.

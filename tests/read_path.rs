@@ -1,9 +1,5 @@
 //! Tests of the read path: batches, orders, joined fetches, waits for room in the arena, and leases of processes that are killed.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::process::ExitStatusExt;
@@ -11,13 +7,13 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::{
+    assert_accounts_are_settled, content, count, dataset, node, numbers, path, session, session_without_origins,
+};
+use crate::harness::{self, Cluster, Ground, wait_until};
 use dayfly_client::{ClientError, Delivery, OnMissing, Samples, View};
 use dayfly_meta::id::SampleId;
 use dayfly_meta::limits::ARENA_LEN_MIN;
-use harness::samples::{
-    assert_accounts_are_settled, content, count, dataset, node, numbers, path, session, session_without_origins,
-};
-use harness::{Cluster, Ground, wait_until};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, SeedableRng};
@@ -27,7 +23,7 @@ const CHILD: &str = "DAYFLY_TEST_READ_PATH_CHILD";
 /// Starts this test binary as a child process that runs `child_of_the_read_path` with these words as its instructions.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "child_of_the_read_path", "--nocapture"])
+        .args(["--exact", "read_path::child_of_the_read_path", "--nocapture"])
         .env(CHILD, words)
         .env("DAYFLY_RUNTIME_DIR", cluster.runtime.path())
         .env("DAYFLY_SESSION", &cluster.id)

@@ -1,17 +1,13 @@
 //! What the other nodes do with the blocks of a lost node.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::time::Duration;
 
+use crate::harness::inside::Inside;
+use crate::harness::samples::{content, dataset, path};
+use crate::harness::{pack, wait_until};
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::ARENA_LEN_MIN;
-use harness::inside::Inside;
-use harness::samples::{content, dataset, path};
-use harness::{pack, wait_until};
 
 const FILES: usize = 900;
 

@@ -1,20 +1,16 @@
 //! Sessions in which a new server takes the place of one that has died.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::{content, path};
+use crate::harness::{self, Cluster, Ground, output_of, pack, signal, text, wait_for, wait_until};
 use dayfly_client::{Delivery, OnMissing, Session, View};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::REPLACEMENTS_MAX;
-use harness::samples::{content, path};
-use harness::{Cluster, Ground, output_of, pack, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 300;

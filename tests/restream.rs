@@ -1,18 +1,14 @@
 //! Compressed archives that are read again after the loss of a node, because they contain samples that the node owned.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::HashSet;
 use std::fs;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
+use crate::harness::samples::content;
+use crate::harness::{self, COMMAND_TIMEOUT, Cluster, Ground, output_of, pack, signal, wait_until};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::id::BlockId;
-use harness::samples::content;
-use harness::{COMMAND_TIMEOUT, Cluster, Ground, output_of, pack, signal, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;

@@ -1,9 +1,5 @@
 //! Tests of a session from its user's point of view: the main job, every command, and a clean end.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::symlink;
@@ -11,8 +7,8 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use crate::harness::{self, Ground, assert_same_tree, output_of, pack, read_tree, signal, text, tool, wait_for, wait_until};
 use dayfly_client::View;
-use harness::{Ground, assert_same_tree, output_of, pack, read_tree, signal, text, tool, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 harness::with_few_and_many_workers! {

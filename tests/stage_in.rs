@@ -1,10 +1,6 @@
 //! Tests stage-in from end to end: for every kind of source, the dataset equals what the source's own tool unpacks, is either
 //! completely visible or not at all, and is stored in shuffled order.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
 use std::fs;
@@ -13,9 +9,9 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use crate::harness::{self, Cluster, Ground, assert_same_tree, output_of, pack, read_tree, text, tool, wait_for, wait_until};
 use dayfly_client::Samples;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
-use harness::{Cluster, Ground, assert_same_tree, output_of, pack, read_tree, text, tool, wait_for, wait_until};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 

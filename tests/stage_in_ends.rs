@@ -1,16 +1,12 @@
 //! Tests of stage-ins that do not simply succeed: those that stall, are refused, conflict or are interrupted, and their exit
 //! statuses.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-use harness::{Cluster, Ground, pack, signal, text, wait_for, wait_until};
+use crate::harness::{self, Cluster, Ground, pack, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 harness::with_few_and_many_workers! {

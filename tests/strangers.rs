@@ -1,16 +1,12 @@
 //! Tests in which another local user tries to see or reach what belongs to a session, and another of the owner's processes tries to
 //! read the key. These tests need root, to act as several users.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use harness::{copy_program, output_of, text, wait_until};
+use crate::harness::{self, copy_program, output_of, text, wait_until};
 use tempfile::TempDir;
 
 const OWNER: u32 = 65_532;

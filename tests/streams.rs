@@ -1,17 +1,13 @@
 //! Tests of standard output, standard error and log files that cannot be written: commands still do their work, and servers
 //! continue.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
-
-mod harness;
-
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use harness::{Ground, output_of, signal, text, wait_for, wait_until};
+use crate::harness::{self, Ground, output_of, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
 const LIMIT: Duration = Duration::from_secs(100);

@@ -1,8 +1,8 @@
 //! The causes that errors name, and the faults that explain them. The test fails on an error whose text matches no row of the
 //! table, and on an error that no fault of the run explains.
 
-use crate::data::Version;
-use crate::schedule::{Cut, Drive, Fault, READERS, Sources, Victim};
+use crate::chaos::data::Version;
+use crate::chaos::schedule::{Cut, Drive, Fault, READERS, Sources, Victim};
 
 /// The cause that an error names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -124,9 +124,9 @@ pub(crate) struct Observed<'a> {
     pub(crate) cause: Cause,
     /// The nodes that the error names.
     pub(crate) nodes: &'a [u16],
-    /// Whether the loss of other nodes is no reason for an error; see [`crate::promises`].
+    /// Whether the loss of other nodes is no reason for an error; see [`crate::chaos::promises`].
     pub(crate) is_promised: bool,
-    /// Whether the operation may read sources; see [`crate::promises`].
+    /// Whether the operation may read sources; see [`crate::chaos::promises`].
     pub(crate) may_read_sources: bool,
 }
 

@@ -7,10 +7,10 @@ use std::time::Duration;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::START_TIMEOUT;
 
-use crate::launch::RECOVERY_TIMEOUT;
-use crate::schedule::EPOCHS;
+use crate::chaos::launch::RECOVERY_TIMEOUT;
+use crate::chaos::schedule::EPOCHS;
 
-/// Sessions run with a tenth of the default deadlines, so that a seed takes seconds. See [`crate::starvation`] for machines that are
+/// Sessions run with a tenth of the default deadlines, so that a seed takes seconds. See [`crate::chaos::starvation`] for machines that are
 /// too busy for that.
 const DIVISOR: u32 = 10;
 

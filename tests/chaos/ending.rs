@@ -7,16 +7,16 @@ use dayfly_meta::id::NodeId;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::causes::{Cause, classify};
-use crate::deadlines;
+use crate::chaos::causes::{Cause, classify};
+use crate::chaos::deadlines;
+use crate::chaos::leftovers::{Descriptors, named_after, processes_of, sockets_below, taken};
+use crate::chaos::log::Line;
+use crate::chaos::network::Network;
+use crate::chaos::reader::now_ms;
+use crate::chaos::readers::{self, Reader};
+use crate::chaos::run::Run;
+use crate::chaos::schedule::{EPOCH_READERS, EPOCHS, NODES, READERS};
 use crate::harness::text;
-use crate::leftovers::{Descriptors, named_after, processes_of, sockets_below, taken};
-use crate::log::Line;
-use crate::network::Network;
-use crate::reader::now_ms;
-use crate::readers::{self, Reader};
-use crate::run::Run;
-use crate::schedule::{EPOCH_READERS, EPOCHS, NODES, READERS};
 
 /// The number of lines of each server's log that a failure report shows.
 const LOG_LINES: usize = 12;

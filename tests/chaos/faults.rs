@@ -6,17 +6,17 @@ use std::time::{Duration, Instant};
 use dayfly_meta::id::NodeId;
 use nix::sys::signal::Signal;
 
-use crate::causes::Event;
-use crate::deadlines;
+use crate::chaos::causes::Event;
+use crate::chaos::deadlines;
+use crate::chaos::inject;
+use crate::chaos::leftovers::taken;
+use crate::chaos::network::Network;
+use crate::chaos::reader::now_ms;
+use crate::chaos::readers::{self, Reader};
+use crate::chaos::run::{DRIVE_LEN, Run};
+use crate::chaos::schedule::{Cut, Fault, NODES, UNTIL_LOST, Victim};
+use crate::chaos::stage_ins::{Ended, RunningStageIn};
 use crate::harness::{output_of, signal, strace, text};
-use crate::inject;
-use crate::leftovers::taken;
-use crate::network::Network;
-use crate::reader::now_ms;
-use crate::readers::{self, Reader};
-use crate::run::{DRIVE_LEN, Run};
-use crate::schedule::{Cut, Fault, NODES, UNTIL_LOST, Victim};
-use crate::stage_ins::{Ended, RunningStageIn};
 
 /// How often a run asks for the status of the session while it waits for a change.
 const STATUS_INTERVAL: Duration = Duration::from_millis(100);

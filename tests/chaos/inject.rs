@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::chaos::schedule::{Drive, Sources, Victim};
 use crate::harness::strace::Tracer;
-use crate::schedule::{Drive, Sources, Victim};
 
 /// Starts to inject `drive`'s faults into a process.
 pub(crate) fn begin(pid: i32, victim: Victim, drive: Drive, folder: &Path) -> Result<Tracer, String> {

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::deadlines;
+use crate::chaos::deadlines;
+use crate::chaos::network::Network;
+use crate::chaos::schedule::{Launch, NODES, Schedule};
 use crate::harness::{Cluster, Ground, output_of, permits, text, wait_for};
-use crate::network::Network;
-use crate::schedule::{Launch, NODES, Schedule};
 
 /// With a tenth of the deadlines, a server that gets no processor for half a second counts as silent. If that happens while a session
 /// starts, the session does not start; then there is another attempt.

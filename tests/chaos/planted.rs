@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
+use crate::chaos::run::{Run, run};
+use crate::chaos::schedule::Schedule;
 use crate::harness::signal;
-use crate::run::{Run, run};
-use crate::schedule::Schedule;
 
 /// How long the readers read before a server hangs.
 const HANG_AFTER: Duration = Duration::from_millis(500);

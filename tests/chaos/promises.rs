@@ -2,8 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::data::Version;
-use crate::schedule::{Form, StageIn, Twist};
+use crate::chaos::data::Version;
+use crate::chaos::schedule::{Form, StageIn, Twist};
 
 /// A dataset, or a stage-in that may become one.
 struct Staged {

@@ -13,8 +13,8 @@ use dayfly_meta::id::NodeId;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::data::{Contents, Version};
-use crate::schedule::Interface;
+use crate::chaos::data::{Contents, Version};
+use crate::chaos::schedule::Interface;
 
 /// The variable that makes the test binary a reader.
 pub(crate) const VARIABLE: &str = "DAYFLY_CHAOS_READER";

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
-use crate::causes::Observer;
-use crate::deadlines;
+use crate::chaos::causes::Observer;
+use crate::chaos::deadlines;
+use crate::chaos::log::{Follower, Line};
+use crate::chaos::reader::{Task, VARIABLE, now_ms};
+use crate::chaos::schedule::Interface;
 use crate::harness::Cluster;
-use crate::log::{Follower, Line};
-use crate::reader::{Task, VARIABLE, now_ms};
-use crate::schedule::Interface;
 
 /// A reader process.
 pub(crate) struct Reader {
@@ -30,7 +30,7 @@ impl Reader {
     pub(crate) fn start(cluster: &Cluster, task: Task) -> Self {
         let errors = task.log.with_extension("err");
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
+        command.args(["chaos::a_reader_in_a_process_of_its_own", "--exact", "--nocapture", "--test-threads=1"]);
         command.env(VARIABLE, serde_json::to_string(&task).unwrap()).env("DAYFLY_RUNTIME_DIR", cluster.runtime.path());
         command.env_remove("DAYFLY_SESSION").env_remove("DAYFLY_NODE");
         // Give the reader a process group, so that its children are killed with it.

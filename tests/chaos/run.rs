@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::locate::SessionFolder;
 
-use crate::causes::{Cause, Event, Interval, Observed, Observer, classify, explains};
-use crate::data::{Contents, Version};
-use crate::deadlines;
+use crate::chaos::causes::{Cause, Event, Interval, Observed, Observer, classify, explains};
+use crate::chaos::data::{Contents, Version};
+use crate::chaos::deadlines;
+use crate::chaos::launch::Launched;
+use crate::chaos::leftovers::{Descriptors, taken};
+use crate::chaos::log::Line;
+use crate::chaos::network::Network;
+use crate::chaos::planted::Planted;
+use crate::chaos::promises::Promises;
+use crate::chaos::reader::{now_ms, visible};
+use crate::chaos::readers::{self, Reader};
+use crate::chaos::schedule::{Fault, NODES, Place, READERS, Schedule, StageIn, Step, Twist, Victim};
+use crate::chaos::stage_ins::{Ended, Expected, RunningStageIn, expected};
+use crate::chaos::starvation::{self, Starvation};
 use crate::harness::{Cluster, Ground, text};
-use crate::launch::Launched;
-use crate::leftovers::{Descriptors, taken};
-use crate::log::Line;
-use crate::network::Network;
-use crate::planted::Planted;
-use crate::promises::Promises;
-use crate::reader::{now_ms, visible};
-use crate::readers::{self, Reader};
-use crate::schedule::{Fault, NODES, Place, READERS, Schedule, StageIn, Step, Twist, Victim};
-use crate::stage_ins::{Ended, Expected, RunningStageIn, expected};
-use crate::starvation::{self, Starvation};
 
 /// The size of the file system that a run mounts as its data dir, if it can mount one. The file system has room for a few datasets
 /// and their cached copies, and little more.

@@ -5,7 +5,7 @@ use rand::rngs::StdRng;
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 
-use crate::data::Version;
+use crate::chaos::data::Version;
 
 pub(crate) const NODES: u16 = 4;
 pub(crate) const READERS: usize = 6;

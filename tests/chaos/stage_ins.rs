@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::data::Contents;
-use crate::deadlines::{of_schedule, of_stage_in};
+use crate::chaos::data::Contents;
+use crate::chaos::deadlines::{of_schedule, of_stage_in};
+use crate::chaos::schedule::{Cut, Fault, Form, StageIn, Step, Twist, Victim};
 use crate::harness::{Cluster, pack, signal};
-use crate::schedule::{Cut, Fault, Form, StageIn, Step, Twist, Victim};
 
 /// A `dayfly stage-in` command that is running.
 pub(crate) struct RunningStageIn {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dayfly_client::locate::SessionFolder;
 
-use crate::deadlines;
+use crate::chaos::deadlines;
 use crate::harness::witness::{self, Waits};
 
 /// How often a run looks whether the machine is too busy to run the servers.

@@ -2,8 +2,6 @@
 //! ends, whether it passed or failed, the processes of its session are gone. A failing test says whether the machine was too busy for
 //! it ([`witness`]), and only so many servers run at once ([`permits`]).
 
-#![allow(dead_code, unused_macros, unused_imports, reason = "each test binary uses its part of the harness")]
-
 pub(crate) mod drive;
 pub(crate) mod hosts;
 pub(crate) mod inside;

@@ -7,9 +7,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
-use super::harness::twin::{Twin, twin};
-use super::harness::{Ground, output_of, text, tool};
 use super::{compile, here, plainly};
+use crate::harness::twin::{Twin, twin};
+use crate::harness::{Ground, output_of, text, tool};
 
 /// Creates the tree that `answers.c` needs.
 fn tree(root: &Path) {

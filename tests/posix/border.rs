@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
-use super::harness::twin::twin;
-use super::harness::{Ground, output_of, pack, text};
 use super::{compile, plainly, tree_for_calls};
+use crate::harness::twin::twin;
+use crate::harness::{Ground, output_of, pack, text};
 
 /// SEMANTICS: "A pointer to unmapped memory gives EFAULT, as from the kernel. This holds for paths in the namespace and outside of
 /// it, and for all memory that a call reads or writes. If only the beginning of a buffer is mapped, a read fills that part."

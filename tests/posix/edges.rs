@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::harness::twin::twin;
 use crate::harness::{Ground, copy_program, output_of, text};
-use crate::{compile, plainly, tree_for_calls};
+use crate::posix::{compile, plainly, tree_for_calls};
 
 /// Compares what `edges.c` prints over a plain directory and over the namespace, line by line.
 fn prints_the_same(mode: &str) {

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::harness::twin::twin;
 use crate::harness::{Ground, output_of, text};
-use crate::{compile, plainly, tree_for_calls};
+use crate::posix::{compile, plainly, tree_for_calls};
 
 /// Compares what a command of `handoffs.c` prints.
 fn prints_the_same(command: &str) {

@@ -2,8 +2,8 @@
 
 use std::fs;
 
-use crate::compile;
 use crate::harness::{Ground, output_of, pack, text};
+use crate::posix::compile;
 
 /// The number of jumps on each node.
 const JUMPS: &str = "2000";

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::harness::twin::twin;
 use crate::harness::{Ground, output_of, text};
-use crate::{compile, plainly, tree_for_calls};
+use crate::posix::{compile, plainly, tree_for_calls};
 
 /// Returns what `limits.c` prints over a plain directory, and over the namespace.
 fn run(mode: &str, options: &[&str]) -> (String, String) {

@@ -5,10 +5,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::harness::programs::missing;
-use super::harness::twin::{Twin, twin};
-use super::harness::{is_installed, output_of, skip, text, tool};
 use super::{compile, plainly};
+use crate::harness::programs::missing;
+use crate::harness::twin::{Twin, twin};
+use crate::harness::{is_installed, output_of, skip, text, tool};
 
 fn shared(folder: &Path, name: &str, source: &str, options: &[&str]) {
     let file = folder.join(format!("{}.c", name.replace('/', "-")));

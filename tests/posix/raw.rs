@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 
 use crate::harness::twin::{Twin, twin};
 use crate::harness::{self, Ground, output_of, text};
-use crate::{compile, plainly, tree_for_calls};
+use crate::posix::{compile, plainly, tree_for_calls};
 
 /// Compares what `raw.c` prints over a plain directory and over the namespace, line by line.
 fn prints_the_same(mode: &str) {

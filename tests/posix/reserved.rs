@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::harness::twin::twin;
 use crate::harness::{Ground, output_of, text};
-use crate::{compile, plainly, tree_for_calls};
+use crate::posix::{compile, plainly, tree_for_calls};
 
 /// Runs `reserved.c` over a plain directory and over the namespace, and returns what it prints there.
 fn run(mode: &str) -> (String, Vec<String>) {

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::PathBuf;
 
-use super::harness::twin::Twin;
-use super::harness::{Ground, output_of, pack, text};
 use super::{STRESS_SECONDS, compile};
+use crate::harness::twin::Twin;
+use crate::harness::{Ground, output_of, pack, text};
 
 /// The path of the files in the namespace.
 const ROOT: &str = "/dayfly/signals";
