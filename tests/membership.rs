@@ -340,3 +340,16 @@ fn a_session_whose_last_server_dies_is_over_and_says_so() {
         cluster.wait_until_clean("after the session");
     }
 }
+
+/// SEMANTICS: "A server that was lost for its silence learns from the others what has changed. If it continues only after the last other
+/// server has died, there is nobody to learn from: the session is over, and that server ends."
+#[test]
+fn a_silent_server_ends_if_nobody_is_left_to_learn_from() {
+    let cluster = Ground::new().up_with(2, &QUICK);
+    let pid = cluster.pids()[&1];
+    signal(pid, Signal::SIGSTOP);
+    wait_until("node 1 is lost", || is_lost(&cluster, 0, 1));
+    cluster.kill(0);
+    signal(pid, Signal::SIGCONT);
+    cluster.wait_until_clean("after the session");
+}

@@ -236,7 +236,8 @@ fn the_top_level_holds_what_the_readme_says() {
         .map(|entry| entry.file_name().into_string().unwrap())
         .filter(|name| name != "target" && name != ".git")
         .collect();
-    let expected = [".ci", ".github", "bench", "client", "docs", "meta", "server", "stagein", "tests"].map(str::to_owned);
+    let expected =
+        [".cargo", ".ci", ".github", "bench", "client", "docs", "meta", "server", "stagein", "tests"].map(str::to_owned);
     assert_eq!(folders, BTreeSet::from(expected));
 }
 

@@ -244,8 +244,18 @@ impl CatchUp {
         let preparing = self.blocking.run(move || -> Result<Dataset, Cause> {
             let segments = Arc::new(Segments::create(&drives, listed.dataset)?);
             let ListedDataset { dataset: id, request, counts, target, checksum, .. } = listed;
-            let new =
-                NewDataset { id, request, counts, target, catalog: &file, drive: &drive, checksum, room, segments, stored_bytes: 0 };
+            let new = NewDataset {
+                id,
+                request,
+                counts,
+                target,
+                catalog: &file,
+                drive: &drive,
+                checksum,
+                room,
+                segments,
+                stored_bytes: 0,
+            };
             Ok(new.prepare(me, nodes, None)?)
         });
         match self.store.show_over(Arc::new(preparing.await??), must_stay) {

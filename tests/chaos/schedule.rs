@@ -558,7 +558,7 @@ fn covering() -> Vec<u64> {
 
 #[test]
 fn the_seeds_of_the_check_contain_every_kind_of_fault() {
-    let found: Vec<&str> = crate::SEEDS.iter().flat_map(|&seed| Schedule::new(seed).kinds()).collect();
+    let found: Vec<&str> = crate::chaos::SEEDS.iter().flat_map(|&seed| Schedule::new(seed).kinds()).collect();
     let missing: Vec<&&str> = KINDS.iter().filter(|kind| !found.contains(kind)).collect();
     assert!(missing.is_empty(), "no seed has {missing:?}; these seeds have all kinds: {:?}", covering());
 }

@@ -73,6 +73,18 @@ pub(crate) struct Ground {
     permits: Mutex<Vec<Permits>>,
 }
 
+impl Drop for Ground {
+    /// Removes the mounts of small drives, without which the folders cannot be removed. A test's own variable for a mount may live
+    /// longer than its session.
+    fn drop(&mut self) {
+        let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+        let points = mounts.lines().filter_map(|line| line.split(' ').nth(1)).map(Path::new);
+        for point in points.filter(|point| point.starts_with(self.work.path())) {
+            let _ = program("umount").arg("-l").arg(point).status();
+        }
+    }
+}
+
 impl Ground {
     pub(crate) fn new() -> Self {
         let folder = || tempfile::Builder::new().prefix("df").tempdir().unwrap();

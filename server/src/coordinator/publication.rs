@@ -311,7 +311,7 @@ impl Publication<'_> {
         start: Instant,
     ) -> Result<Summary, CoordinatorError> {
         let context = &self.coordinator.context;
-        let mut counts = self.counts(merged);
+        let mut counts = self.counts(&merged);
         if let Some(error) = unsettled {
             counts.note(&format!("the dataset is visible, but not all nodes have freed what it replaced yet: {error}"));
         }

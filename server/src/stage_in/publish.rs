@@ -96,8 +96,18 @@ impl NodeStageIn {
             let (ingest, segments) = (&stage_in.ingest, stage_in.ingest.segments().clone());
             let stored_bytes = ingest.stored_bytes();
             let request = stage_in.request;
-            let new =
-                NewDataset { id, request, counts, target, catalog: &catalog, drive: &drive, checksum, room, segments, stored_bytes };
+            let new = NewDataset {
+                id,
+                request,
+                counts,
+                target,
+                catalog: &catalog,
+                drive: &drive,
+                checksum,
+                room,
+                segments,
+                stored_bytes,
+            };
             let dataset = new.prepare(me, nodes, Some(&|arrival| ingest.find(arrival)))?;
             stage_in.context.arena.adopt(&dataset);
             let mut publication = stage_in.publication();
