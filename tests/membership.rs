@@ -64,7 +64,7 @@ fn origin_reads(cluster: &Cluster) -> u64 {
     status["nodes"].as_array().unwrap().iter().map(reads).sum()
 }
 
-/// A stage-in that takes about ten seconds.
+/// A stage-in that takes about five seconds.
 struct SlowStageIn {
     command: Child,
     messages: BufReader<ChildStderr>,
@@ -76,13 +76,13 @@ impl SlowStageIn {
     fn begin(cluster: &Cluster, source: &str, node: u16, target: &str) -> Self {
         let source = cluster.at(source);
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--max-rate", "300K", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+        command.args(["stage-in", "--max-rate", "600K", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
         let mut command = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let (mut messages, mut seen) = (BufReader::new(command.stderr.take().unwrap()), String::new());
         while !seen.contains("staging in ") {
             assert!(messages.read_line(&mut seen).unwrap() > 0, "{seen}");
         }
-        std::thread::sleep(Duration::from_secs(2));
+        std::thread::sleep(Duration::from_secs(1));
         Self { command, messages, seen }
     }
 

@@ -174,8 +174,8 @@ impl Recovery {
         self.begin_anew(&lost);
         loop {
             let recovering = async {
-                // A new server may learn of a dataset only after it has become a member.
-                while lost.is_empty() && !self.store.datasets().iter().any(|dataset| dataset.is_refilled()) {
+                // A new server may learn of a dataset only after it has become a member, and a stage-in may leave out copies.
+                while lost.is_empty() && !self.store.datasets().iter().any(|dataset| dataset.is_incomplete()) {
                     sleep(RECOVERY_LOOK_INTERVAL).await;
                 }
                 tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(&lost)));

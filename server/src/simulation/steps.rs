@@ -209,6 +209,18 @@ impl Session<'_> {
         }
     }
 
+    /// Checks that copies that a blow has cost are made again.
+    fn check_copies(&self, alive: &[Arc<Node>], copies: u16) {
+        let shown: Vec<_> = alive.iter().filter_map(|server| dataset(server, TARGET)).collect();
+        let Some(catalog) = shown.first().map(|dataset| dataset.catalog()) else { return };
+        let wanted = usize::from(copies).min(shown.len());
+        let is_short = |block: &BlockId| shown.iter().filter(|dataset| dataset.is_local(*block)).count() < wanted;
+        let short = (0..catalog.header().blocks).map(BlockId).filter(is_short).count();
+        if copies > 1 && short > 0 {
+            self.broken(format!("{short} blocks are on fewer than {wanted} nodes"));
+        }
+    }
+
     /// Returns whether the stage-in had the step at which the case strikes.
     async fn strike(&self, case: &Case, (sources, files): (&[&Source], &Files), random: &mut Random, jobs: Arc<Jobs>) -> bool {
         let servers = self.start(NODES, random, jobs).await;
@@ -233,6 +245,7 @@ impl Session<'_> {
         if visible == alive.len() {
             self.check_visible(&alive, TARGET, files).await;
             if !case.may_lose_samples() {
+                self.check_copies(&alive, case.copies);
                 self.read_all(&alive, TARGET, files).await;
             }
         }

@@ -187,6 +187,7 @@ impl NodeStageIn {
                 return Err(NodeStageInError::LostUncopied { owner });
             }
             // Recovery reads the others from their origins.
+            dataset.set_lacks_copies();
             return Ok(None);
         }
         let positions = match partial {

@@ -76,6 +76,8 @@ pub(crate) struct Dataset {
     me: NodeId,
     owned: Owned,
     pub(super) is_without_blocks: bool,
+    /// Whether the stage-in left out copies that are to be on this node.
+    pub(super) lacks_copies: AtomicBool,
     cached_blocks: CachedBlocks,
     copies: CopiesHere,
     taken_over: RwLock<Arc<TakenOver>>,
@@ -155,6 +157,7 @@ impl NewDataset<'_> {
             me,
             owned,
             is_without_blocks: find.is_none(),
+            lacks_copies: AtomicBool::new(false),
             cached_blocks,
             copies: CopiesHere::default(),
             taken_over: RwLock::default(),

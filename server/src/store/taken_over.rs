@@ -5,6 +5,7 @@
 //! When the lost node returns, it ranks as an ordinary cached block again.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use dayfly_meta::catalog::block_len;
 use dayfly_meta::id::{BlockId, SampleId};
@@ -41,9 +42,21 @@ impl Dataset {
         self.is_without_blocks
     }
 
+    /// Takes note that the stage-in left out copies that are to be on this node, because their owner was lost.
+    pub(crate) fn set_lacks_copies(&self) {
+        self.lacks_copies.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether blocks are to come to this node, or back to it, even if no member is lost.
+    pub(crate) fn is_incomplete(&self) -> bool {
+        self.is_refilled() || self.lacks_copies.load(Ordering::Relaxed)
+    }
+
     /// Returns whether this node is one of a block's holders, and the block is to come back to it.
     pub(crate) fn is_to_come_back(&self, block: BlockId) -> bool {
-        self.is_refilled() && self.holders(block).contains(&self.me())
+        // A stage-in does not leave out copies of what lies in compressed tars.
+        let may_lack = self.is_refilled() || self.is_incomplete() && !self.is_streamed(block);
+        may_lack && self.holders(block).contains(&self.me())
     }
 
     /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,
