@@ -241,6 +241,19 @@ fn the_top_level_holds_what_the_readme_says() {
     assert_eq!(folders, BTreeSet::from(expected));
 }
 
+/// Cargo does not look for programs of tests here, so a file that is no module would never run.
+#[test]
+fn every_file_of_tests_is_run() {
+    let modules = fs::read_to_string(root().join("tests/all.rs")).unwrap();
+    for path in fs::read_dir(root().join("tests")).unwrap().map(|entry| entry.unwrap().path()) {
+        let is_program = ["all.rs", "tidy.rs"].iter().any(|name| path.ends_with(name));
+        if path.extension().is_some_and(|extension| extension == "rs") && !is_program {
+            let line = format!("mod {};", path.file_stem().unwrap().to_str().unwrap());
+            assert!(modules.lines().any(|of_all| of_all == line), "tests/all.rs lacks '{line}'");
+        }
+    }
+}
+
 #[test]
 fn no_file_has_the_marks_of_an_unfinished_merge() {
     let mut folders = vec![root()];

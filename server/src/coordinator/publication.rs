@@ -355,7 +355,7 @@ pub(super) async fn summary_of(
     start: Instant,
 ) -> Result<Summary, CoordinatorError> {
     let (nodes, header, roster) = (context.peers.count(), *dataset.catalog().header(), context.peers.roster());
-    let (counted, made) = (roster.clone(), dataset.clone());
+    let (counted, counts) = (roster.clone(), dataset.counts().clone());
     let read = move || {
         let bytes_on = |is_live| dataset.bytes_of_copies_on(|node| counted.is_live(node) == is_live);
         (Distribution::of(&dataset, nodes), bytes_on(true), bytes_on(false))
@@ -373,7 +373,7 @@ pub(super) async fn summary_of(
         archives,
         catalog_bytes: header.file_len,
         source_bytes: 0,
-        counts: made.counts().clone(),
+        counts,
         elapsed_ms: start.elapsed().as_millis() as u64,
         imbalance_permille: distribution::imbalance_permille(&nodes, context.peers.roster().live()),
         redone_bytes: 0,
