@@ -259,7 +259,7 @@ fn a_stage_in_begins_again_if_a_node_is_lost_while_its_sorted_members_are_read()
 }
 
 /// SEMANTICS: "If a node is lost before its samples of compressed archives have been copied, the stage-in begins again. Otherwise it
-/// goes on, and the summary says how many bytes of copies are missing; they are made again."
+/// goes on, and the summary says how many bytes of copies are missing. They are made afterwards, also by the lost node if it returns."
 #[test]
 fn an_owner_that_is_lost_before_its_blocks_were_copied_costs_no_sample() {
     let lens: Vec<usize> = (0..300).map(|number| number * 371 % 60_000).chain([(4 << 20) + 1]).collect();

@@ -3,12 +3,10 @@
 
 use std::cell::Cell;
 use std::fs;
-use std::io::Write;
-use std::path::PathBuf;
 use std::process::Stdio;
 use std::time::Duration;
 
-use crate::harness::drive::{Injected, ThinDrive, evict, taken_by};
+use crate::harness::drive::{Injected, SmallDrive, ThinDrive, evict, taken_by};
 use crate::harness::samples::{content, count, node, numbers, path, read_epoch, session};
 use crate::harness::{self, Cluster, Ground, wait_for, wait_until};
 use nix::sys::statvfs::statvfs;
@@ -246,36 +244,6 @@ fn a_read_overtaken_by_two_cache_changes_returns_the_right_bytes() {
     cluster.down();
 }
 
-/// A small file system in memory, unmounted when dropped.
-struct Small(PathBuf);
-
-impl Small {
-    /// Returns `None`, with a message on standard error, if this user cannot mount.
-    fn new(folder: PathBuf, mib: u32) -> Option<Self> {
-        fs::create_dir(&folder).unwrap();
-        let mounted =
-            harness::program("mount").args(["-t", "tmpfs", "-o", &format!("size={mib}m"), "none"]).arg(&folder).output();
-        if mounted.is_ok_and(|mounted| mounted.status.success()) {
-            return Some(Self(folder));
-        }
-        harness::skip("no file system can be mounted here");
-        None
-    }
-
-    /// Fills all remaining space, as another program would.
-    fn fill(&self) {
-        let mut filler = fs::File::create(self.0.join("filler")).unwrap();
-        while filler.write_all(&[1; 4096]).is_ok() {}
-    }
-}
-
-impl Drop for Small {
-    fn drop(&mut self) {
-        // Unmount lazily, because a server that is exiting may still have files open.
-        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 /// Creates a folder of files of 100,000 bytes each for another stage-in.
 fn more(ground: &Ground, name: &str, count: usize) {
     fs::create_dir(ground.at(name)).unwrap();
@@ -289,10 +257,10 @@ fn more(ground: &Ground, name: &str, count: usize) {
 fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
     for nodes in [2, 3] {
         let ground = Ground::new();
-        let Some(drive) = Small::new(ground.at("small"), 150) else { return };
+        let Some(drive) = SmallDrive::mount(ground.at("small"), "150m") else { return };
         files(&ground, 300, 200_000);
         more(&ground, "more", 30);
-        let cluster = ground.up_with(nodes, &["--data-dir", drive.0.to_str().unwrap()]);
+        let cluster = ground.up_with(nodes, &["--data-dir", drive.path().to_str().unwrap()]);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify"]);
         let cached = || (0..nodes).map(|number| count(&node(&cluster, usize::from(number))["cached_bytes"])).sum::<u64>();
@@ -302,11 +270,11 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
             std::thread::sleep(CACHE_TIME);
             last.replace(cached()) == cached() && cached() > 30_000_000
         });
-        drive.fill();
+        drive.fill(0);
         let before = cached();
         for target in ["x", "y", "z"] {
             cluster.stage(&[&cluster.at("more")], &format!("/dayfly/{target}"));
-            let free = statvfs(&drive.0).map(|stat| stat.blocks_available() * stat.fragment_size()).unwrap();
+            let free = statvfs(drive.path()).map(|stat| stat.blocks_available() * stat.fragment_size()).unwrap();
             eprintln!("{nodes} nodes: {} of {before} bytes are still cached, {free} are free", cached());
         }
         assert!(cached() < before, "cached blocks made room for the stage-ins");
@@ -322,17 +290,17 @@ fn cached_blocks_make_way_if_other_programs_fill_the_drive() {
 #[test]
 fn a_drive_that_other_programs_filled_is_named_with_the_remedy() {
     let ground = Ground::new();
-    let Some(drive) = Small::new(ground.at("small"), 60) else { return };
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "60m") else { return };
     files(&ground, 10, 200_000);
     more(&ground, "more", 30);
-    let cluster = ground.up_with(1, &["--data-dir", drive.0.to_str().unwrap()]);
+    let cluster = ground.up_with(1, &["--data-dir", drive.path().to_str().unwrap()]);
     cluster.stage(&[&cluster.at("d")], "/dayfly/d");
-    drive.fill();
+    drive.fill(0);
     let message = cluster.fails(1, &["stage-in", "more", "/dayfly/more"]);
     eprintln!("{message}");
-    assert!(message.contains(drive.0.to_str().unwrap()) && message.contains("make room there"), "{message}");
+    assert!(message.contains(drive.path().to_str().unwrap()) && message.contains("make room there"), "{message}");
     cluster.ok(&["verify"]);
-    fs::remove_file(drive.0.join("filler")).unwrap();
+    drive.make_room();
     cluster.stage(&[&cluster.at("more")], "/dayfly/more");
     cluster.down();
     drop(drive);

@@ -2,10 +2,10 @@
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::drive::SmallDrive;
 use crate::harness::samples::{content, path};
 use crate::harness::{self, Cluster, Ground, output_of, pack, signal, text, wait_for, wait_until};
 use dayfly_client::{Delivery, OnMissing, Session, View};
@@ -246,45 +246,13 @@ fn rejoin_starts_servers_in_the_place_of_lost_ones() {
     cluster.down();
 }
 
-/// A small tmpfs, unmounted when this value is dropped.
-struct SmallDrive(PathBuf);
-
-impl SmallDrive {
-    /// Returns `None`, with a message on standard error, if this user cannot mount.
-    fn new(path: PathBuf) -> Option<Self> {
-        fs::create_dir(&path).unwrap();
-        let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=64m", "none"]).arg(&path).output().unwrap();
-        if mounted.status.success() {
-            return Some(Self(path));
-        }
-        harness::skip(&format!("no tmpfs can be mounted here: {}", text(&mounted.stderr)));
-        None
-    }
-
-    fn fill(&self) {
-        let mut filler = fs::File::create(self.0.join("filler")).unwrap();
-        while filler.write_all(&[1; 4096]).is_ok() {}
-    }
-
-    fn make_room(&self) {
-        fs::remove_file(self.0.join("filler")).unwrap();
-    }
-}
-
-impl Drop for SmallDrive {
-    fn drop(&mut self) {
-        // Unmount lazily, because files may still be open.
-        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 /// SEMANTICS: "A new server that cannot catch up with the session for 10 s, for example because its drive has no room for the
 /// catalogs, ends. Its node stays lost, and `dayfly rejoin` says why."
 #[test]
 fn a_new_server_without_room_for_the_catalogs_ends_and_rejoin_says_why() {
     let ground = ground();
-    let Some(drive) = SmallDrive::new(ground.at("small")) else { return };
-    let cluster = ground.up_rejoining(NODES, &[&QUICK[..], &["--data-dir", drive.0.to_str().unwrap()]].concat());
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "64m") else { return };
+    let cluster = ground.up_rejoining(NODES, &[&QUICK[..], &["--data-dir", drive.path().to_str().unwrap()]].concat());
     cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
     let supervisor = cluster.location().supervisor().unwrap();
     let log = || fs::read_to_string(cluster.location().folder.join("supervisor.log")).unwrap();
@@ -293,7 +261,7 @@ fn a_new_server_without_room_for_the_catalogs_ends_and_rejoin_says_why() {
     // The new server must not start before the drive is full.
     signal(supervisor, Signal::SIGSTOP);
     cluster.kill(3);
-    drive.fill();
+    drive.fill(0);
     signal(supervisor, Signal::SIGCONT);
     wait_until("the supervisor gives up", || log().contains(given_up));
     assert!(is_lost(&cluster, 3));
@@ -302,7 +270,7 @@ fn a_new_server_without_room_for_the_catalogs_ends_and_rejoin_says_why() {
         let (succeeded, message) = rejoin(&cluster, &["3"]);
         let reason = "cannot start a server for node 3: its new server cannot catch up with the session: there is no room for the \
                       catalog of 'd' (";
-        let is_clear = message.contains(reason) && message.contains(drive.0.to_str().unwrap());
+        let is_clear = message.contains(reason) && message.contains(drive.path().to_str().unwrap());
         assert!(!succeeded && is_clear && message.ends_with("; 'dayfly rejoin 3' tries again\n"), "{message}");
         assert!(is_lost(&cluster, 3));
     }

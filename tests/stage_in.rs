@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
+use crate::harness::drive::SmallDrive;
 use crate::harness::{self, Cluster, Ground, assert_same_tree, output_of, pack, read_tree, text, tool, wait_for, wait_until};
 use dayfly_client::Samples;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
@@ -530,22 +531,15 @@ fn a_report_is_written_and_events_name_each_node() {
 /// SEMANTICS: "A drive that fills up ends a stage-in whose samples must be stored, and the stage-in's space is free again."
 fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     let ground = Ground::new();
-    let disk = ground.at("disk");
-    fs::create_dir(&disk).unwrap();
-    let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", "size=24m", "none"]).arg(&disk).output().unwrap();
-    if !mounted.status.success() {
-        harness::skip("no file system can be mounted here");
-        return;
-    }
-    let unmount = Unmount(disk.clone());
+    let Some(drive) = SmallDrive::mount(ground.at("drive"), "24m") else { return };
     fs::create_dir(ground.at("large")).unwrap();
     (0..300).for_each(|number| fs::write(ground.at(format!("large/{number}")), vec![7; 100_000]).unwrap());
     pack(&ground.at("large.tar.gz"), &ground.at("large"), &[]);
     fs::create_dir(ground.at("small")).unwrap();
     (0..30).for_each(|number| fs::write(ground.at(format!("small/{number}")), vec![7; 100_000]).unwrap());
-    let cluster = ground.up_with(2, &["--data-dir", disk.to_str().unwrap(), "--capacity", "100MiB"]);
+    let cluster = ground.up_with(2, &["--data-dir", drive.path().to_str().unwrap(), "--capacity", "100MiB"]);
     cluster.stage(&[&cluster.at("small")], "/dayfly/small");
-    let free = || nix::sys::statvfs::statvfs(&disk).unwrap().blocks_available();
+    let free = || nix::sys::statvfs::statvfs(drive.path()).unwrap().blocks_available();
     let before = free();
     let message = cluster.fails(1, &["stage-in", "large.tar.gz", "/dayfly/large"]);
     assert!(message.contains("room") || message.contains("No space left"), "{message}");
@@ -553,15 +547,4 @@ fn a_full_disk_ends_a_stage_in_and_its_space_is_free_again() {
     assert_eq!(cluster.ok(&["ls"]).trim(), "small");
     cluster.ok(&["verify"]);
     cluster.ok(&["down"]);
-    drop(unmount);
-}
-
-/// Unmounts when dropped.
-struct Unmount(std::path::PathBuf);
-
-impl Drop for Unmount {
-    fn drop(&mut self) {
-        // Unmount lazily, because a server that is exiting may still have files open.
-        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
-    }
 }

@@ -1,12 +1,13 @@
 //! Tests of standard output, standard error and log files that cannot be written: commands still do their work, and servers
 //! continue.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, OpenOptions};
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use crate::harness::drive::SmallDrive;
 use crate::harness::{self, Ground, output_of, signal, text, wait_for, wait_until};
 use nix::sys::signal::Signal;
 
@@ -31,48 +32,13 @@ fn make_tree(ground: &Ground) -> PathBuf {
     tree
 }
 
-/// A small file system in memory, unmounted when dropped.
-struct SmallDisk(PathBuf);
-
-impl SmallDisk {
-    /// Returns `None`, with a message on standard error, if it cannot be mounted.
-    fn mount(at: &Path, size: &str) -> Option<Self> {
-        let option = format!("size={size}");
-        let mounted = harness::program("mount").args(["-t", "tmpfs", "-o", &option, "none"]).arg(at).output();
-        if !mounted.is_ok_and(|mounted| mounted.status.success()) {
-            harness::skip("mounting a small file system needs root");
-            return None;
-        }
-        Some(Self(at.to_owned()))
-    }
-
-    /// Fills all remaining space, except for `spare` bytes.
-    fn fill(&self, spare: u64) {
-        let mut file = File::create(self.0.join("fill")).unwrap();
-        while file.write_all(&[b'x'; 512]).is_ok() {}
-        let len = file.metadata().unwrap().len();
-        file.set_len(len.saturating_sub(spare)).unwrap();
-    }
-
-    fn free(&self) {
-        fs::remove_file(self.0.join("fill")).unwrap();
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        // Unmount lazily, because a process of a failed test may still use it.
-        let _ = harness::program("umount").arg("-l").arg(&self.0).status();
-    }
-}
-
 /// SEMANTICS: "If a log cannot be written because its file system is full, its lines are lost and
 /// nothing else is: servers continue."
 #[test]
 fn a_server_whose_log_cannot_be_written_continues() {
     let ground = Ground::new();
     let tree = make_tree(&ground);
-    let Some(disk) = SmallDisk::mount(ground.runtime.path(), "256k") else { return };
+    let Some(disk) = SmallDrive::mount(ground.runtime.path().to_owned(), "256k") else { return };
     let cluster = ground.up(1);
     // The last page of the log may have room, so fill it too.
     let log = cluster.folder().join("node-0.log");
@@ -84,7 +50,7 @@ fn a_server_whose_log_cannot_be_written_continues() {
         cluster.stage(&[&tree], &format!("/dayfly/{number}"));
     }
     assert_eq!(cluster.ok(&["cat", "/dayfly/2/a"]), "content");
-    disk.free();
+    disk.make_room();
     cluster.down();
 }
 
@@ -245,7 +211,7 @@ fn command_line_arguments_are_escaped_in_messages() {
 fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
     let ground = Ground::new();
     for spare in (0..12).map(|pages| pages * 4096) {
-        let Some(disk) = SmallDisk::mount(ground.runtime.path(), "64k") else { return };
+        let Some(disk) = SmallDrive::mount(ground.runtime.path().to_owned(), "64k") else { return };
         disk.fill(spare);
         let output = ground.output(&["up", "--local", "1"]);
         if output.status.success() {
@@ -255,7 +221,7 @@ fn a_session_that_finds_no_room_for_its_folder_leaves_none() {
             let message = text(&output.stderr);
             assert!(message.contains("No space left on device") && message.contains("make room"), "{message}");
         }
-        disk.free();
+        disk.make_room();
         let left: Vec<_> = fs::read_dir(ground.runtime.path()).unwrap().flatten().map(|entry| entry.path()).collect();
         assert!(left.is_empty(), "with {spare} bytes left: {left:?}");
     }

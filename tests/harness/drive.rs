@@ -62,6 +62,52 @@ impl Drop for ThinDrive {
     }
 }
 
+/// A small file system in memory, unmounted when this value is dropped.
+pub(crate) struct SmallDrive(PathBuf);
+
+impl SmallDrive {
+    /// Mounts one of a size, such as `64m`, at a folder, and creates the folder if it does not exist. Returns `None`, with a message on
+    /// standard error, if this user cannot mount.
+    pub(crate) fn mount(at: PathBuf, size: &str) -> Option<Self> {
+        fs::create_dir_all(&at).unwrap();
+        let mounted =
+            super::program("mount").args(["-t", "tmpfs", "-o", &format!("size={size}"), "none"]).arg(&at).output().unwrap();
+        if mounted.status.success() {
+            return Some(Self(at));
+        }
+        super::skip(&format!("no file system can be mounted here: {}", super::text(&mounted.stderr)));
+        None
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
+    /// Fills all remaining space, except for `spare` bytes, as another program would.
+    pub(crate) fn fill(&self, spare: u64) {
+        let mut filler = File::create(self.filler()).unwrap();
+        while filler.write_all(&[1; 512]).is_ok() {}
+        let len = filler.metadata().unwrap().len();
+        filler.set_len(len.saturating_sub(spare)).unwrap();
+    }
+
+    /// Frees what `fill` has filled.
+    pub(crate) fn make_room(&self) {
+        fs::remove_file(self.filler()).unwrap();
+    }
+
+    fn filler(&self) -> PathBuf {
+        self.0.join("filler")
+    }
+}
+
+impl Drop for SmallDrive {
+    fn drop(&mut self) {
+        // Unmount lazily, because a server that is exiting may still have files open.
+        let _ = super::program("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
 /// Returns the unnamed files that a process has open below a folder. Each file is returned once.
 fn nameless_files(pid: i32, folder: &Path) -> Vec<File> {
     let mut found = std::collections::BTreeMap::new();

@@ -356,17 +356,15 @@ pub(super) async fn summary_of(
 ) -> Result<Summary, CoordinatorError> {
     let (nodes, header, roster) = (context.peers.count(), *dataset.catalog().header(), context.peers.roster());
     let (counted, counts) = (roster.clone(), dataset.counts().clone());
-    let read = move || {
-        let bytes_on = |is_live| dataset.bytes_of_copies_on(|node| counted.is_live(node) == is_live);
-        (Distribution::of(&dataset, nodes), bytes_on(true), bytes_on(false))
-    };
-    let (distribution, held_bytes, uncopied_bytes) = context.blocking.run(read).await?;
+    let read = move || (Distribution::of(&dataset, nodes), dataset.bytes_of_copies_on(|node| counted.is_live(node)));
+    let (distribution, held_bytes) = context.blocking.run(read).await?;
+    let promised_bytes = if header.copies > 1 { header.bytes.saturating_mul(header.copies.into()) } else { 0 };
     let Distribution { nodes, sizes, classes, archives } = distribution;
     let owned: u64 = roster.live().filter_map(|node| Some(nodes.get(node.index())?.bytes)).sum();
     Ok(Summary {
         copies: header.copies,
         copied_bytes: held_bytes.saturating_sub(owned),
-        uncopied_bytes,
+        uncopied_bytes: promised_bytes.saturating_sub(held_bytes),
         samples: header.samples.into(),
         bytes: header.bytes,
         others: u64::from(header.entries.saturating_sub(header.samples)),

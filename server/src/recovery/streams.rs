@@ -100,7 +100,7 @@ impl Recovery {
             self.blocking.run(move || streamed_blocks(&scanned, &lost, source))
         };
         let blocks = scan().await?;
-        if !dataset.is_refilled() || blocks.is_empty() {
+        if !dataset.is_incomplete() || blocks.is_empty() {
             return Ok(blocks);
         }
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);

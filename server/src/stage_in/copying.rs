@@ -80,6 +80,12 @@ impl NodeStageIn {
         Ok(NodeStageInReply::Copying { wanted, copied, steps, is_done })
     }
 
+    /// Returns whether this node has made its copies. One that was lost while it did is told to stop when it returns.
+    pub(super) fn has_copied(&self) -> bool {
+        let copying = self.copying.lock().unwrap_or_else(PoisonError::into_inner);
+        copying.as_ref().is_some_and(|copying| matches!(copying.state().end, Some(Ok(()))))
+    }
+
     async fn copy_all(
         self: &Arc<Self>,
         dataset: &Arc<Dataset>,

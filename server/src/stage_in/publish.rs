@@ -143,6 +143,9 @@ impl NodeStageIn {
         // The dataset also stays in `prepared`, so that at every moment a peer finds it either there or among the visible
         // datasets.
         let dataset = publication.prepared.clone().ok_or(NodeStageInError::NotPrepared)?;
+        if dataset.copies() > 1 && !self.has_copied() {
+            dataset.set_lacks_copies();
+        }
         publication.visible = Some(dataset.id());
         publication.replaced = self.context.store.show(dataset, publication.replaces);
         Ok(())

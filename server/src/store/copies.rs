@@ -67,17 +67,16 @@ impl Dataset {
     /// Returns the nodes that hold a block if `skipped` hold none: its owner and the first of its other candidates.
     pub(crate) fn holders_without(&self, block: BlockId, skipped: &NodeSet) -> Vec<NodeId> {
         let Some(owner) = self.catalog().owner(block) else { return Vec::new() };
-        let count = if self.catalog().is_stored(block) { self.copies() } else { 1 };
-        let mut holders = Vec::with_capacity(count);
+        let mut holders = Vec::with_capacity(self.copies());
         if !skipped.contains(owner) {
             holders.push(owner);
         }
-        if holders.len() < count
+        if holders.len() < self.copies()
             && let Some((path, part)) = self.placed(block)
         {
             let candidates = self.placement().candidates(self.catalog().header().group.of(&path), part);
             let others = candidates.filter(|node| *node != owner && !skipped.contains(*node));
-            holders.extend(others.take(count - holders.len()));
+            holders.extend(others.take(self.copies() - holders.len()));
         }
         holders
     }

@@ -42,7 +42,7 @@ impl Dataset {
         self.is_without_blocks
     }
 
-    /// Takes note that the stage-in left out copies that are to be on this node, because their owner was lost.
+    /// Takes note that the stage-in left out copies that are to be on this node, because their owner or this node was lost.
     pub(crate) fn set_lacks_copies(&self) {
         self.lacks_copies.store(true, Ordering::Relaxed);
     }
@@ -54,9 +54,7 @@ impl Dataset {
 
     /// Returns whether this node is one of a block's holders, and the block is to come back to it.
     pub(crate) fn is_to_come_back(&self, block: BlockId) -> bool {
-        // A stage-in does not leave out copies of what lies in compressed tars.
-        let may_lack = self.is_refilled() || self.is_incomplete() && !self.is_streamed(block);
-        may_lack && self.holders(block).contains(&self.me())
+        self.is_incomplete() && self.holders(block).contains(&self.me())
     }
 
     /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,
