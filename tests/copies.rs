@@ -13,6 +13,7 @@ use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::wire::control::{Command, Copies, Event, Selection, StageInRequest, Summary};
 use dayfly_meta::wire::decode_sealed;
 use dayfly_meta::wire::peer::{ReadRequest, Request};
+use dayfly_meta::wire::status::RecoveryStatus;
 use dayfly_transport::fault::Fault;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -99,6 +100,23 @@ fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
         assert_eq!(origin_reads(&session, &[0, 1]), 0, "{ending:?}");
         fs::rename(session.work.path().with_extension("away"), session.work.path()).unwrap();
     }
+}
+
+/// The same for a compressed tar that is still there: nobody reads it again, and `status` counts each block once.
+#[test]
+fn copies_of_a_compressed_tar_are_restored_from_copies_and_counted_once() {
+    // Slow enough for all ways to find the blocks before one has recovered them.
+    let (mut session, _) = session(&lens(), Some("tar.gz"), 8 << 20);
+    let held = places(&session, &[3]).iter().sum::<usize>() as u64;
+    assert!(held > 0);
+    session.lose(3);
+    let left = [0, 1, 2];
+    wait_until("all copies are restored", || places(&session, &left).iter().all(|&places| places >= 2));
+    let recovery = || left.map(|node| session.status_of(node).recovery);
+    let is_done = |of: &RecoveryStatus| of.is_scanned && of.wanted == of.recovered && of.failed.count == 0;
+    wait_until("all nodes say so", || recovery().iter().all(is_done));
+    assert_eq!(recovery().iter().map(|of| of.wanted.count).sum::<u64>(), held);
+    assert_eq!(origin_reads(&session, &left), 0);
 }
 
 /// SEMANTICS: "A copy that was made again after the loss of a holder is asked for like the lost one, also by reads that are under way when

@@ -157,6 +157,9 @@ fn verify_leaves_out_a_lost_server_that_stands_still() {
             assert_eq!(message, format!("dayfly: nothing is read through nodes that are lost: {stopped}\n"));
             assert!(found.starts_with(&format!("verified {FILES} samples from 3 nodes: ")), "{found}");
         }
+        // Other commands do not wait for such a server either.
+        let table = cluster.ok(&["status"]);
+        assert!(table.lines().any(|line| line.contains("lost")), "{table}");
         signal(pid, Signal::SIGCONT);
         wait_until("it is a member again", || (0..4).all(|node| !is_lost(&cluster, node, stopped)));
     }
@@ -291,7 +294,7 @@ fn a_session_survives_down_to_its_last_server() {
 }
 
 /// SEMANTICS: "A session whose servers all stand still at the same time, like those of a suspended job, goes on when they
-/// continue: silence alone never ends a session."
+/// continue, also one after the other: silence alone does not end a session."
 #[test]
 fn a_session_whose_servers_all_stand_still_goes_on() {
     for nodes in [1, 3] {

@@ -140,6 +140,35 @@ fn processes_of_the_node_attach_to_the_new_server_by_themselves() {
     assert!(view.session().is_gone());
 }
 
+/// SEMANTICS: "Processes of the node attach to the new server by themselves, also those that have files open."
+#[test]
+fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order() {
+    // Such a server has freed its blocks, and has said so.
+    let cluster = session();
+    let view = cluster.view(2);
+    let open: Vec<_> = (0..FILES).map(|number| (number, view.open(&path(number)).unwrap())).collect();
+    let dataset = view.dataset_of(b"/dayfly/d").unwrap();
+    read_batch(&view, "before");
+    let old = cluster.pids()[&2];
+    signal(old, Signal::SIGTERM);
+    wait_until("its processes know", || view.session().is_gone());
+    wait_until("node 2 is lost", || is_lost(&cluster, 2));
+    let (succeeded, message) = rejoin(&cluster, &["2"]);
+    assert!(succeeded, "{message}");
+    wait_until_replaced(&cluster, 2, old);
+    for (number, file) in &open {
+        let mut bytes = vec![0; len(*number)];
+        view.read_at(file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number}: {error}"));
+        assert!(bytes == content(*number, len(*number)), "file {number}");
+    }
+    assert!(!view.session().is_gone() && !view.session().is_dataset_gone(&dataset));
+    read_batch(&view, "after");
+    read_all(&view, "d", "after");
+    drop(open);
+    cluster.down();
+    assert!(view.session().is_gone() && view.session().is_dataset_gone(&dataset));
+}
+
 /// SEMANTICS: "Programs that start while the new server learns which datasets exist wait for it: they never miss one."
 #[test]
 fn programs_never_find_a_new_server_without_datasets() {

@@ -2,8 +2,8 @@
 //! server passes over them.
 //!
 //! A [`Session`] holds the attachment to the node's server and the list of datasets. All of it is usable
-//! from several threads and, after [`Session::after_fork`], in a forked child. If the server has died
-//! and another one has taken its place, the session attaches to that one with the next request.
+//! from several threads and, after [`Session::after_fork`], in a forked child. If the server has died or
+//! ended and another one has taken its place, the session attaches to that one with the next request.
 
 use std::fs::File;
 use std::ops::Deref;
@@ -133,9 +133,15 @@ impl Session {
         self.attachment.load().map(|attachment| Arc::clone(&attachment)).ok_or(ClientError::Gone)
     }
 
-    /// Returns whether the session has ended. This is one read of memory.
+    /// Returns whether the session has ended, at least on this node: its server has ended, and no other one has taken its place. As long
+    /// as the server runs, this is one read of memory.
     pub fn is_gone(&self) -> bool {
-        self.attachment.load().is_none_or(|attachment| attachment.is_gone())
+        self.attachment.load().is_none_or(|attachment| attachment.is_gone() && !self.attach_again(&attachment))
+    }
+
+    /// Returns whether the session has ended, or a dataset was replaced.
+    pub fn is_dataset_gone(&self, dataset: &Dataset) -> bool {
+        self.is_gone() || if self.has_left(dataset) { self.renewed(dataset).is_err() } else { dataset.is_gone() }
     }
 
     /// Returns the datasets of the session, by number. Asks the server only if they have changed since the last call.
@@ -146,7 +152,7 @@ impl Session {
     pub fn datasets(&self) -> Result<Datasets<'_>, ClientError> {
         if let Some(known) = self.datasets.load() {
             let attachment = &known.attachment;
-            if attachment.is_gone() {
+            if attachment.is_gone() && !self.attach_again(attachment) {
                 return Err(ClientError::Gone);
             }
             let is_current = known.generation == attachment.status_page().generation() && !attachment.is_replaced();
@@ -162,8 +168,11 @@ impl Session {
     fn update_datasets(&self) -> Result<Datasets<'_>, ClientError> {
         let _deferral = cancellation::uninterrupted();
         let known = self.datasets.load().map_or_else(Vec::new, |known| known.all.clone());
-        let list = with_numbers(|| self.list(&known))?;
-        // If the session ended in the meantime, the server's list is empty even if the session had datasets.
+        let mut list = with_numbers(|| self.list(&known))?;
+        // If the server ended in the meantime, its list is empty even if the session has datasets.
+        if list.attachment.is_gone() && self.attach_again(&list.attachment) {
+            list = with_numbers(|| self.list(&known))?;
+        }
         if list.attachment.is_gone() {
             return Err(ClientError::Gone);
         }
@@ -180,6 +189,13 @@ impl Session {
     pub(crate) fn renewed(&self, dataset: &Dataset) -> Result<Arc<Dataset>, ClientError> {
         let datasets = self.datasets()?;
         datasets.iter().find(|known| known.id() == dataset.id()).cloned().ok_or(ClientError::Gone)
+    }
+
+    /// Returns whether this process is attached to another server than the one that it has a dataset from. If that one has ended, and
+    /// not only died, it has freed its blocks. Then attaches to the server that has taken its place, if there is one.
+    pub(crate) fn has_left(&self, dataset: &Dataset) -> bool {
+        let attachment = dataset.attachment();
+        attachment.is_replaced() || attachment.is_gone() && self.attach_again(attachment)
     }
 
     /// Attaches to another server if one runs on this node now. Returns whether this process is attached to another server than

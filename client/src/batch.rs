@@ -405,7 +405,7 @@ impl<S: Deref<Target = Session>> Batch<S> {
 
     /// Replaces the dataset of an item if another server has taken the place of the one that this process had it from.
     fn renewed(&self, item: SampleRef) -> SampleRef {
-        match item.dataset.attachment().is_replaced().then(|| self.session.renewed(&item.dataset)) {
+        match self.session.has_left(&item.dataset).then(|| self.session.renewed(&item.dataset)) {
             Some(Ok(dataset)) => SampleRef { dataset, ..item },
             _ => item,
         }

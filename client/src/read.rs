@@ -71,6 +71,15 @@ impl Session {
     /// Reads a part of a block. If the block is on this node's drives or in the arena, this takes no message. Otherwise the server
     /// delivers the part chunk by chunk.
     pub(crate) fn read_part(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
+        match self.read_part_of(dataset, block, offset, buffer) {
+            Err(ClientError::Gone) if self.has_left(dataset) => {
+                self.read_part_of(&*self.renewed(dataset)?, block, offset, buffer)
+            }
+            read => read,
+        }
+    }
+
+    fn read_part_of(&self, dataset: &Dataset, block: BlockId, offset: u64, buffer: &mut [u8]) -> Result<(), ClientError> {
         let end = offset + buffer.len() as u64;
         let (mut at, mut rechecks, mut is_restored) = (offset, 0, false);
         while at < end {

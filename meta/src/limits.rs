@@ -498,6 +498,9 @@ pub const STREAM_ASKED_INTERVAL_MAX: Duration = Duration::from_secs(1);
 pub const STREAMS_MAX: usize = 64 << 10;
 /// How often the supervisor starts a new server for a node whose server has died, before it leaves that to the user.
 pub const REPLACEMENTS_MAX: u32 = 3;
+/// If all servers of a session stood still together, those that were lost and continue wait for the others so many times as long as it
+/// takes to declare a node lost.
+pub const LAST_MEMBERS_PATIENCE: u32 = 10;
 /// Requests for new servers that wait to be sent to the supervisor.
 pub const REJOINS_WAITING_MAX: usize = 8;
 /// A session with at most this many nodes tries every pair of them at its start. In larger sessions

@@ -231,8 +231,9 @@ impl Recovery {
     async fn recover_dataset(&self, dataset: &Arc<Dataset>, lost: &NodeSet, pace: &mut Pace) {
         let mut after = None;
         loop {
-            let (scanned, lost) = (dataset.clone(), *lost);
-            let scan = move || window(&scanned, &lost, after, RECOVERY_WINDOW_BLOCKS);
+            // If compressed tars are not read again, their blocks can only come from other nodes, like those that are read by themselves.
+            let (scanned, lost, with_streamed) = (dataset.clone(), *lost, self.timeout.is_zero());
+            let scan = move || window(&scanned, &lost, after, RECOVERY_WINDOW_BLOCKS, with_streamed);
             let Ok(Window { blocks, is_last, found }) = self.blocking.run(scan).await else { return };
             if after.is_none() {
                 self.progress.read.count(found);
@@ -251,15 +252,18 @@ impl Recovery {
         }
     }
 
+    /// Returns how many bytes of blocks are recovered together. They pass at once, so with a low rate they are few.
+    fn batch_len_max(&self) -> u64 {
+        (self.rate / 4).clamp(RECOVERY_BATCH_LEN_MIN, RECOVERY_BATCH_LEN_MAX)
+    }
+
     /// Takes blocks from the front of `rest`: as many as may be in memory at once, and at least one.
     fn next_batch(&self, dataset: &Dataset, rest: &mut &[BlockPosition]) -> Vec<BlockId> {
-        // A batch passes at once, so with a low rate it is small.
-        let len_max = (self.rate / 4).clamp(RECOVERY_BATCH_LEN_MIN, RECOVERY_BATCH_LEN_MAX);
         let (mut batch, mut bytes) = (Vec::new(), 0);
         while let Some((first, others)) = rest.split_first() {
             let block = BlockId(first.block);
             let len = dataset.catalog().block(block).map_or(0, |(_, len)| len);
-            if !batch.is_empty() && (bytes + len > len_max || batch.len() >= RECOVERY_BATCH_BLOCKS_MAX) {
+            if !batch.is_empty() && (bytes + len > self.batch_len_max() || batch.len() >= RECOVERY_BATCH_BLOCKS_MAX) {
                 break;
             }
             batch.push(block);

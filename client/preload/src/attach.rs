@@ -99,7 +99,8 @@ fn attach() -> Result<Attached, Fault> {
 fn no_server(location: &SessionFolder, node: NodeId) -> Fault {
     let (session, socket) = (location.session, location.socket(node));
     complain(&format!(
-        "the server of node {node} of session {session} no longer runs on this machine (no socket at '{}'); start a new session",
+        "the server of node {node} of session {session} no longer runs on this machine (no socket at '{}'); unless the session has ended, \
+         run the program again once another server has taken its place ('dayfly rejoin' starts one)",
         socket.display()
     ));
     Fault::Errno(libc::EIO)

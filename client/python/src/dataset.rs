@@ -111,7 +111,7 @@ impl Dataset {
 
     #[getter]
     fn is_gone(&self) -> bool {
-        self.dataset.is_gone() || self.view.session().is_gone()
+        self.view.session().is_dataset_gone(&self.dataset)
     }
 
     fn __len__(&self) -> usize {

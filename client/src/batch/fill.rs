@@ -100,7 +100,7 @@ impl Session {
     ) -> Result<Vec<Result<u64, ClientError>>, ClientError> {
         for dataset in &mut wanted.datasets {
             // Another server may have taken the place of the one that this process had the dataset from.
-            if dataset.attachment().is_replaced() {
+            if self.has_left(dataset) {
                 match self.renewed(dataset) {
                     Ok(renewed) => *dataset = renewed,
                     Err(ClientError::Interrupted) => return Err(ClientError::Interrupted),

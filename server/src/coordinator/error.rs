@@ -87,8 +87,11 @@ pub(crate) enum CoordinatorError {
     },
     #[error("node {node}{} was lost during the stage-in", address.map_or_else(String::new, |address| format!(" ({address})")))]
     NodeLost { node: NodeId, address: Option<std::net::SocketAddr> },
-    #[error("node {node} has not reported for {seconds} s, so it has given up on the stage-in")]
-    NodeSilent { node: NodeId, seconds: f64 },
+    #[error(
+        "node {coordinator}, which coordinates the stage-in, has not heard from node {node} for {seconds} s, and the node is not declared \
+         lost, so it has given up on the stage-in; check the network between the two nodes"
+    )]
+    NodeSilent { node: NodeId, coordinator: NodeId, seconds: u64 },
     #[error("no progress on any node for {seconds} s (the session's --stage-in-timeout); it waited for: {waits_for}")]
     Stalled { seconds: u64, waits_for: String },
     /// An assigned unit could not be read to its end.

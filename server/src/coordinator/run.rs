@@ -424,8 +424,8 @@ async fn watch_progress<T>(
             }
         }
         if let Some(node) = stage_in.silent_node() {
-            let seconds = (context.deadlines().lost_after + context.deadlines().node_silent).as_secs_f64();
-            return Err(CoordinatorError::NodeSilent { node, seconds });
+            let seconds = (context.deadlines().lost_after + context.deadlines().node_silent).as_secs();
+            return Err(CoordinatorError::NodeSilent { node, coordinator: context.node, seconds });
         }
         // A slow client misses some events. This loses nothing, because each event contains all progress so far.
         let _ = events.try_send(Event::Progress(stage_in.progress().clone()));

@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
+use dayfly_meta::limits::LAST_MEMBERS_PATIENCE;
 use dayfly_meta::roster::{Roster, RosterChange, RosterMember};
 
 /// How many ticks a member may be silent, or without a control channel.
@@ -19,13 +20,21 @@ pub struct Patience {
     pub silent_ticks: u32,
     /// After this many ticks, a member that closed its control channel and has not dialed again is lost.
     pub closed_ticks: u32,
+    /// Members without which no other is left are lost only after members that were lost and continued have waited for them for so
+    /// many ticks.
+    pub last_ticks: u32,
 }
 
 impl Patience {
     /// Counts the deadlines in ticks.
     pub fn new(deadlines: &Deadlines) -> Self {
         let ticks = |limit: std::time::Duration| limit.as_millis().div_ceil(deadlines.lease_interval.as_millis().max(1)) as u32;
-        Self { silent_ticks: ticks(deadlines.lost_after), closed_ticks: ticks(deadlines.reconnect) }
+        let silent_ticks = ticks(deadlines.lost_after);
+        Self {
+            silent_ticks,
+            closed_ticks: ticks(deadlines.reconnect),
+            last_ticks: silent_ticks.saturating_mul(LAST_MEMBERS_PATIENCE),
+        }
     }
 }
 
@@ -243,9 +252,9 @@ impl Supervision {
 
     /// Lets one interval pass. If any member is lost or has returned, this begins a new epoch.
     ///
-    /// Silence alone never ends a session: members that are silent are not lost if no other member would be left. They may stand still
+    /// Silence alone does not end a session: members that are silent are not lost if no other member would be left. They may stand still
     /// together, like those of a suspended job, and have all datasets when they continue. Only if others have continued, and have
-    /// waited for them once more for as long, are they lost.
+    /// waited for them much longer, are they lost, so that the session does not wait for a broken machine forever.
     pub fn tick(&mut self) -> Changes {
         let mut changes = Changes::default();
         let mut silent = Vec::new();
@@ -271,7 +280,7 @@ impl Supervision {
                     }
                 }
                 State::Returning { silent_ticks, ticks } => {
-                    *ticks = (*ticks + 1).min(self.patience.silent_ticks + 1);
+                    *ticks = (*ticks + 1).min(self.patience.last_ticks + 1);
                     if self.roster.is_live(node) {
                         changes.lost.push((node, Loss::Replaced));
                     }
@@ -290,7 +299,7 @@ impl Supervision {
         let is_left = |(number, member): (u16, &Supervised)| match member.state {
             State::Live { .. } => !silent.contains(&NodeId(number)),
             // It has waited in vain for the silent ones, from which it is to learn the datasets.
-            State::Returning { ticks, .. } => ticks > self.patience.silent_ticks,
+            State::Returning { ticks, .. } => ticks > self.patience.last_ticks,
             _ => false,
         };
         if (0..).zip(&self.members).any(is_left) {
@@ -342,7 +351,7 @@ impl Supervised {
 mod tests {
     use super::*;
 
-    const PATIENCE: Patience = Patience { silent_ticks: 5, closed_ticks: 2 };
+    const PATIENCE: Patience = Patience { silent_ticks: 5, closed_ticks: 2, last_ticks: 50 };
 
     fn session() -> Supervision {
         let addresses: Vec<SocketAddr> = (1..=3).map(|node| SocketAddr::from(([127, 0, 0, node], 7))).collect();
@@ -413,12 +422,25 @@ mod tests {
         assert_eq!(changes, [Changes { lost: vec![(NodeId(0), Loss::Silent)], returned: vec![] }]);
         assert_eq!(supervision.heard(NodeId(1)), Greeting::Continue);
         assert_eq!(supervision.heard(NodeId(0)), Greeting::Return { incarnation: 1 });
-        // The one that had all datasets never continues: the session does not wait for it forever.
+        // They continue one after the other.
         let mut supervision = session();
         pass(&mut supervision, 2, &[1, 2]);
         pass(&mut supervision, 100, &[0, 1, 2]);
         assert_eq!(supervision.roster().live().collect::<Vec<_>>(), [NodeId(0)]);
-        assert_eq!(pass(&mut supervision, 5, &[0]), []);
+        assert_eq!(pass(&mut supervision, 25, &[0, 1]), []);
+        assert_eq!(pass(&mut supervision, 20, &[0]), []);
+        assert!(!supervision.is_over());
+        assert_eq!(pass(&mut supervision, 1, &[]), []);
+        for node in [1, 2] {
+            let at = address(&supervision, node);
+            supervision.caught_up(NodeId(node), 1, at);
+        }
+        assert_eq!(pass(&mut supervision, 1, &[]), [Changes { lost: vec![], returned: vec![NodeId(1), NodeId(2)] }]);
+        // The one that had all datasets never continues: the session does not wait for it forever.
+        let mut supervision = session();
+        pass(&mut supervision, 2, &[1, 2]);
+        pass(&mut supervision, 100, &[0, 1, 2]);
+        assert_eq!(pass(&mut supervision, 50, &[0]), []);
         assert!(!supervision.is_over());
         pass(&mut supervision, 5, &[0]);
         assert!(supervision.is_over());

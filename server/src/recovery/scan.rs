@@ -12,8 +12,15 @@ use crate::origins::is_readable_alone;
 use crate::store::{BlockPosition, Dataset, Window, WindowSelection};
 
 /// Returns the blocks to recover that come after `after`, at most `len_max` of them: those that this node should store in place of a
-/// lost holder, or of a server that was lost on this node, and lacks. Looks at the whole catalog.
-pub(super) fn window(dataset: &Dataset, lost: &NodeSet, after: Option<BlockPosition>, len_max: usize) -> Window {
+/// lost holder, or of a server that was lost on this node, and lacks. Without `with_streamed`, leaves out what [`streamed_sources`]
+/// finds. Looks at the whole catalog.
+pub(super) fn window(
+    dataset: &Dataset,
+    lost: &NodeSet,
+    after: Option<BlockPosition>,
+    len_max: usize,
+    with_streamed: bool,
+) -> Window {
     let (catalog, mut selection) = (dataset.catalog(), WindowSelection::new(after, len_max));
     for sample in (0..catalog.header().samples).map(SampleId) {
         let (Some((size, blocks)), Some(origin)) = (catalog.sample(sample), catalog.origin(sample)) else { continue };
@@ -25,7 +32,8 @@ pub(super) fn window(dataset: &Dataset, lost: &NodeSet, after: Option<BlockPosit
         for (part, block) in (0..).zip(blocks) {
             let offset = start.saturating_add(u64::from(part) * BLOCK_SIZE_MAX);
             let position = BlockPosition { group: origin.source, offset, block };
-            if selection.wants(position) && is_to_recover(dataset, lost, sample, BlockId(block)) {
+            let is_found = || with_streamed || !dataset.is_streamed(BlockId(block));
+            if selection.wants(position) && is_found() && is_to_recover(dataset, lost, sample, BlockId(block)) {
                 selection.see(position, block_len(size, part));
             }
         }

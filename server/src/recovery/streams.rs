@@ -9,8 +9,8 @@ use std::sync::Arc;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{
-    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN,
-    STREAM_PARTS_WAITING_MAX, STREAM_READERS_MAX,
+    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN, STREAM_PARTS_WAITING_MAX,
+    STREAM_READERS_MAX,
 };
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::status::Reads;
@@ -78,10 +78,10 @@ impl Recovery {
 
     /// Reads one tar, in the background if it has a pace. Returns whether all blocks that this node is to hold are here now, as far as
     /// there is room for them.
-    async fn stream(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet, pace: Option<&mut Pace>) -> bool {
+    async fn stream(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet, mut pace: Option<&mut Pace>) -> bool {
         let (streams, key) = (self.fetcher.streams(), (dataset.id(), source));
         streams.begin(key);
-        let outcome = match self.wanted_of(dataset, source, lost).await {
+        let outcome = match self.wanted_of(dataset, source, lost, pace.as_deref_mut()).await {
             Ok(blocks) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
             Err(error) => Err(error.to_string()),
         };
@@ -93,27 +93,45 @@ impl Recovery {
         is_done
     }
 
-    /// Returns the blocks of a tar that have to be read from it. Those that another node has held in place of this one come from there.
-    async fn wanted_of(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet) -> Result<Vec<BlockId>, JobLost> {
+    /// Returns the blocks of a tar that have to be read from it. Those that other nodes hold, or have held in place of this one, come
+    /// from there.
+    async fn wanted_of(
+        &self,
+        dataset: &Arc<Dataset>,
+        source: u32,
+        lost: &NodeSet,
+        mut pace: Option<&mut Pace>,
+    ) -> Result<Vec<BlockId>, JobLost> {
         let scan = || {
             let (scanned, lost) = (dataset.clone(), *lost);
             self.blocking.run(move || streamed_blocks(&scanned, &lost, source))
         };
         let blocks = scan().await?;
-        if !dataset.is_incomplete() || blocks.is_empty() {
+        if dataset.copies() == 1 && !dataset.is_refilled() {
             return Ok(blocks);
         }
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
+        let total = |blocks: &[BlockId]| Reads { count: blocks.len() as u64, bytes: blocks.iter().map(len).sum() };
         let mut rest = &blocks[..];
         while !rest.is_empty() {
             let mut bytes = 0;
             let fits = |block: &&BlockId| {
                 bytes += len(block);
-                bytes <= RECOVERY_BATCH_LEN_MAX
+                bytes <= self.batch_len_max()
             };
             let count = rest.iter().take(RECOVERY_BATCH_BLOCKS_MAX).take_while(fits).count().max(1);
             let (batch, others) = rest.split_at(count);
-            self.fetcher.recover(dataset, batch).await;
+            while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
+                sleep(RECOVERY_LOOK_INTERVAL).await;
+            }
+            if let Some(pace) = pace.as_deref_mut() {
+                self.pass_in_background((dataset.id(), source), total(batch).bytes, lost, pace).await;
+            }
+            let outcome = self.fetcher.recover(dataset, batch).await;
+            self.progress.streamed.recovered.add(total(&outcome.recovered));
+            if outcome.is_full || dataset.is_gone() {
+                break;
+            }
             rest = others;
         }
         scan().await

@@ -66,9 +66,12 @@ pub(super) fn not_started(program: &OsStr, error: &io::Error) -> Failure {
 pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<Vec<(String, OsString)>, Failure> {
     let node = match node {
         None => location.my_node()?,
-        Some(node) => Some(NodeId(node))
-            .filter(|node| location.live_nodes().contains(node))
-            .ok_or_else(|| Failure::usage(format!("session {} has no live node {node} on this machine", location.session)))?,
+        Some(node) => Some(NodeId(node)).filter(|node| location.live_nodes().contains(node)).ok_or_else(|| {
+            let session = location.session;
+            Failure::usage(format!(
+                "session {session} has no live node {node} on this machine; 'dayfly status' shows whether it is lost"
+            ))
+        })?,
     };
     let prefix = Session::attach_to(location, node)?.prefix().to_vec();
     let preload = preload::library()?;

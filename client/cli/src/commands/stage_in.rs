@@ -151,7 +151,9 @@ pub(super) fn perform(
             _ => {}
         }
     });
-    let lost = ended.err().map(|error| format!("node {}: {error}", session.node()));
+    // The coordinator, on another node, may already be publishing the dataset.
+    let doubt = "'dayfly ls' on another node shows whether the dataset exists nevertheless";
+    let lost = ended.err().map(|error| format!("node {}: {error}; {doubt}", session.node()));
     let patience = match (&lost, session.node()) {
         (Some(_), _) => ALL_EXIT_TIMEOUT,
         // The answer came from the coordinator itself.

@@ -6,7 +6,6 @@ use std::io::{self, IsTerminal};
 use std::os::unix::ffi::OsStrExt;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc;
 use std::thread;
 use std::time::Instant;
 
@@ -97,30 +96,9 @@ fn progress_bar() -> ProgressBar {
 /// those that are lost.
 fn members(location: &SessionFolder) -> Result<(Vec<NodeId>, Vec<NodeId>), Failure> {
     let nodes = location.live_nodes();
-    let (sender, answers) = mpsc::channel();
-    // The server of a lost node may stand still, and then a request to it takes half a minute. So
-    // all servers are asked at once, and the first status counts.
-    for &node in &nodes {
-        let (location, sender) = (location.clone(), sender.clone());
-        // A thread that is still waiting ends with this process.
-        thread::spawn(move || {
-            let status = query::status_from(&location, node).map(|(_, status)| status);
-            // Nobody waits for the later answers.
-            let _ = sender.send(status);
-        });
-    }
-    drop(sender);
-    let mut failure = Failure::from(ClientError::NoSession);
-    for answer in answers {
-        match answer {
-            Ok(status) => {
-                let is_lost = |node: NodeId| status.nodes.iter().any(|entry| entry.node == node && entry.lost_for_ms.is_some());
-                return Ok(nodes.into_iter().partition(|&node| !is_lost(node)));
-            }
-            Err(error) => failure = error,
-        }
-    }
-    Err(failure)
+    let (_, status) = query::status_from_any(location, &nodes)?;
+    let is_lost = |node: NodeId| status.nodes.iter().any(|entry| entry.node == node && entry.lost_for_ms.is_some());
+    Ok(nodes.into_iter().partition(|&node| !is_lost(node)))
 }
 
 /// Returns the part of an existing path that follows the prefix.

@@ -113,6 +113,9 @@ pub(super) async fn receive_from_server(receiver: &mut Receiver) -> Result<FromS
         ControlError::Channel(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
             "its server ended without a message; it was probably killed".to_owned()
         }
+        ControlError::Channel(error) if error.kind() == std::io::ErrorKind::ConnectionReset => {
+            "the connection to its server was reset; the server was probably killed".to_owned()
+        }
         ControlError::Channel(error) => error.to_string(),
         ControlError::Decode(_) => unexpected_message(),
     })

@@ -24,7 +24,7 @@ pub(super) const SERVERS: usize = 3;
 const NOBODY: u16 = u16::MAX;
 /// The number of the stage-in.
 const STAGE_IN: u64 = 1;
-const PATIENCE: Patience = Patience { silent_ticks: 1, closed_ticks: 0 };
+const PATIENCE: Patience = Patience { silent_ticks: 1, closed_ticks: 0, last_ticks: 1 };
 
 /// The part of a stage-in on a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
