@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::harness::drive::SmallDrive;
 use crate::harness::samples::{content, path};
 use crate::harness::{self, Cluster, Ground, output_of, pack, signal, text, wait_for, wait_until};
-use dayfly_client::{Delivery, OnMissing, Session, View};
+use dayfly_client::{Batch, Delivery, OnMissing, Session, View};
 use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::REPLACEMENTS_MAX;
 use nix::sys::signal::Signal;
@@ -149,13 +149,24 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
     let open: Vec<_> = (0..FILES).map(|number| (number, view.open(&path(number)).unwrap())).collect();
     let dataset = view.dataset_of(b"/dayfly/d").unwrap();
     read_batch(&view, "before");
-    let old = cluster.pids()[&2];
+    let (old, owned) = (cluster.pids()[&2], node_status(&cluster, 2)["held_bytes"].as_u64().unwrap());
     signal(old, Signal::SIGTERM);
     wait_until("its processes know", || view.session().is_gone());
     wait_until("node 2 is lost", || is_lost(&cluster, 2));
     let (succeeded, message) = rejoin(&cluster, &["2"]);
     assert!(succeeded, "{message}");
     wait_until_replaced(&cluster, 2, old);
+    wait_until("its blocks have come back", || node_status(&cluster, 2)["cached_bytes"].as_u64() >= Some(owned));
+    // The first call is a batch, which lends bytes of cached blocks. They stay where they are, though the cache is turned off.
+    let samples: Vec<_> = open.iter().map(|(_, file)| file.sample()).collect();
+    let mut batch = Batch::of(view.session(), &dataset, &samples, Delivery::AsAvailable, OnMissing::Fail).unwrap();
+    batch.wait().unwrap();
+    cluster.ok(&["tune", "--cache", "off"]);
+    let is_right = |number: usize| batch.get(number) == Some(&content(number, len(number))[..]);
+    assert!(!batch.is_good() || (0..FILES).all(is_right), "wrong bytes");
+    assert!(batch.is_good(), "the views were not counted");
+    drop(batch);
+    cluster.ok(&["tune", "--cache", "all"]);
     for (number, file) in &open {
         let mut bytes = vec![0; len(*number)];
         view.read_at(file, 0, &mut bytes).unwrap_or_else(|error| panic!("file {number}: {error}"));

@@ -134,14 +134,15 @@ impl Session {
     }
 
     /// Returns whether the session has ended, at least on this node: its server has ended, and no other one has taken its place. As long
-    /// as the server runs, this is one read of memory.
+    /// as the server runs, this is one read of memory. It never waits.
     pub fn is_gone(&self) -> bool {
-        self.attachment.load().is_none_or(|attachment| attachment.is_gone() && !self.attach_again(&attachment))
+        self.attachment.load().is_none_or(|attachment| attachment.is_gone() && !attachment.has_successor())
     }
 
-    /// Returns whether the session has ended, or a dataset was replaced.
+    /// Returns whether the session has ended, or a dataset was replaced as far as the server said that this process has it from. It never
+    /// waits.
     pub fn is_dataset_gone(&self, dataset: &Dataset) -> bool {
-        self.is_gone() || if self.has_left(dataset) { self.renewed(dataset).is_err() } else { dataset.is_gone() }
+        self.is_gone() || dataset.is_gone() && !dataset.attachment().is_gone()
     }
 
     /// Returns the datasets of the session, by number. Asks the server only if they have changed since the last call.
@@ -155,7 +156,8 @@ impl Session {
             if attachment.is_gone() && !self.attach_again(attachment) {
                 return Err(ClientError::Gone);
             }
-            let is_current = known.generation == attachment.status_page().generation() && !attachment.is_replaced();
+            let is_left = attachment.is_replaced() || attachment.is_gone();
+            let is_current = known.generation == attachment.status_page().generation() && !is_left;
             // If there is no other server, what the last one has said still holds.
             if is_current && !(attachment.heartbeat().is_silent() && self.attach_again(attachment)) {
                 return Ok(Datasets(known));
@@ -193,7 +195,7 @@ impl Session {
 
     /// Returns whether this process is attached to another server than the one that it has a dataset from. If that one has ended, and
     /// not only died, it has freed its blocks. Then attaches to the server that has taken its place, if there is one.
-    pub(crate) fn has_left(&self, dataset: &Dataset) -> bool {
+    pub fn has_left(&self, dataset: &Dataset) -> bool {
         let attachment = dataset.attachment();
         attachment.is_replaced() || attachment.is_gone() && self.attach_again(attachment)
     }
@@ -217,7 +219,7 @@ impl Session {
         let attach =
             || open(&self.path, None).and_then(|(socket, welcome, files)| Attachment::new(&self.path, socket, &welcome, files));
         // A new server may not listen yet; a later call finds it.
-        let Ok(new) = with_numbers(attach) else { return false };
+        let Some(new) = old.attempt(|| with_numbers(attach).ok()) else { return false };
         self.adopt(old, new);
         true
     }

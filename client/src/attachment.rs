@@ -16,12 +16,12 @@ use dayfly_meta::status_page::{Counters, StatusPage};
 use dayfly_meta::wire::local::FromServer;
 use dayfly_meta::wire::status::{Reads, Source};
 
-use crate::ClientError;
 use crate::arena::Arena;
-use crate::heartbeat::Heartbeat;
+use crate::heartbeat::{Heartbeat, coarse_ms};
 use crate::locate::process_of_lock;
 use crate::pool::Pool;
 use crate::socket::Socket;
+use crate::{ClientError, Dataset};
 
 /// What a process shares with one server.
 pub(crate) struct Attachment {
@@ -40,6 +40,9 @@ pub(crate) struct Attachment {
     idle: Pool<Socket>,
     /// Whether this process is attached to another server now.
     is_replaced: AtomicBool,
+    /// When an attempt to attach to this server's successor took so long that none is made for a while, in milliseconds of a
+    /// coarse clock; 0 if none did.
+    waited_at_ms: AtomicU64,
 }
 
 /// A connection, with the attachment that it belongs to.
@@ -73,6 +76,7 @@ impl Attachment {
             leased_bytes: AtomicU64::new(0),
             idle: Pool::new(),
             is_replaced: AtomicBool::new(false),
+            waited_at_ms: AtomicU64::new(0),
         };
         socket.watch(attachment.heartbeat.clone());
         attachment.idle.put(Box::new(socket));
@@ -113,6 +117,21 @@ impl Attachment {
     /// Returns whether another server runs on the node now. Reads the lock of the node's server.
     pub(crate) fn has_successor(&self) -> bool {
         process_of_lock(&self.lock_path).is_some_and(|now| Some(now) != self.server)
+    }
+
+    /// Runs an attempt to attach to the successor, unless an earlier one has waited in vain a moment ago: the successor stands still, or
+    /// still learns which datasets exist. So a program that reads many samples waits once, and not once for each.
+    pub(crate) fn attempt<T>(&self, attach: impl FnOnce() -> Option<T>) -> Option<T> {
+        let pause_ms = self.heartbeat.timeouts().heartbeat.as_millis() as u64;
+        let (begun_ms, last_ms) = (coarse_ms(), self.waited_at_ms.load(Ordering::Relaxed));
+        if last_ms > 0 && begun_ms < last_ms + pause_ms {
+            return None;
+        }
+        let attached = attach();
+        if attached.is_none() && coarse_ms() > begun_ms + pause_ms / 2 {
+            self.waited_at_ms.store(coarse_ms(), Ordering::Relaxed);
+        }
+        attached
     }
 
     /// Records that a batch leases more of the arena. Returns whether the batches of this process lease no more than their share.
@@ -159,6 +178,13 @@ impl Attachment {
     pub(crate) fn begin_views(self: &Arc<Self>, slot: u32) -> Views {
         self.counters.begin_view(slot);
         Views { attachment: self.clone(), slot }
+    }
+}
+
+impl Views {
+    /// Returns whether the cached blocks of a dataset stay in place: only those of the server that knows of these views.
+    pub(crate) fn protect(&self, dataset: &Dataset) -> bool {
+        Arc::ptr_eq(&self.attachment, dataset.attachment())
     }
 }
 

@@ -192,6 +192,26 @@ impl SampleRef {
     }
 }
 
+/// Replaces the datasets of items if another server has taken the place of the one that this process had them from. Most items of a
+/// batch are of the same dataset.
+fn renew(session: &Session, requested: &mut [RequestedSample]) {
+    let mut current: *const Dataset = std::ptr::null();
+    let mut renewed: Option<(Arc<Dataset>, Arc<Dataset>)> = None;
+    for item in requested.iter_mut().flatten() {
+        if std::ptr::eq(current, Arc::as_ptr(&item.dataset)) {
+            continue;
+        }
+        if let Some((_, new)) = renewed.as_ref().filter(|(old, _)| Arc::ptr_eq(old, &item.dataset)) {
+            item.dataset = new.clone();
+            continue;
+        }
+        match session.has_left(&item.dataset).then(|| session.renewed(&item.dataset)) {
+            Some(Ok(new)) => renewed = Some((std::mem::replace(&mut item.dataset, new.clone()), new)),
+            _ => current = Arc::as_ptr(&item.dataset),
+        }
+    }
+}
+
 impl<S: Deref<Target = Session>> Batch<S> {
     /// Begins to read whole samples, like [`Session::read_many`].
     ///
@@ -209,10 +229,12 @@ impl<S: Deref<Target = Session>> Batch<S> {
 
     pub(crate) fn begin(
         session: S,
-        requested: Vec<RequestedSample>,
+        mut requested: Vec<RequestedSample>,
         delivery: Delivery,
         on_missing: OnMissing,
     ) -> Result<Self, ClientError> {
+        // This may attach to another server, which is then the one that the views begin at.
+        renew(&session, &mut requested);
         // The views must begin before any location is looked up. The batch keeps its connection until the batch ends, because the
         // server identifies the owner of the views by the connection.
         let connection = match session.take_connection() {
@@ -383,7 +405,6 @@ impl<S: Deref<Target = Session>> Batch<S> {
         for (index, item) in requested.into_iter().enumerate() {
             let (item, state) = match item {
                 Ok(item) => {
-                    let item = self.renewed(item);
                     let state = self.find(&item, index, &mut local);
                     (Some(item), state)
                 }
@@ -403,14 +424,6 @@ impl<S: Deref<Target = Session>> Batch<S> {
         }
     }
 
-    /// Replaces the dataset of an item if another server has taken the place of the one that this process had it from.
-    fn renewed(&self, item: SampleRef) -> SampleRef {
-        match self.session.has_left(&item.dataset).then(|| self.session.renewed(&item.dataset)) {
-            Some(Ok(dataset)) => SampleRef { dataset, ..item },
-            _ => item,
-        }
-    }
-
     fn find(&mut self, item: &SampleRef, index: usize, local: &mut [Reads; SOURCES]) -> ItemState {
         let Some((size, blocks)) = item.dataset.catalog().sample(item.sample) else {
             return ItemState::Failed(ClientError::Protocol("an unknown sample"));
@@ -420,7 +433,9 @@ impl<S: Deref<Target = Session>> Batch<S> {
             _ if size == 0 => return ItemState::Empty,
             _ if size > CHUNK_LEN => return ItemState::Deferred,
             Some(Location::Owned(position)) => (position, Source::Segment),
-            Some(Location::Cached(position)) if self.views.is_some() => (position, Source::Cached),
+            Some(Location::Cached(position)) if self.views.as_ref().is_some_and(|views| views.protect(&item.dataset)) => {
+                (position, Source::Cached)
+            }
             Some(Location::Cached(_)) => return ItemState::Deferred,
             // Bytes in the arena may only be lent under a lease.
             Some(Location::Arena { .. }) | None => {

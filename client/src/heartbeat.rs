@@ -136,7 +136,7 @@ impl Heartbeat {
 }
 
 /// A clock that costs a few nanoseconds and is precise to a few milliseconds.
-fn coarse_ms() -> u64 {
+pub(crate) fn coarse_ms() -> u64 {
     nix::time::clock_gettime(nix::time::ClockId::CLOCK_MONOTONIC_COARSE)
         .map_or(0, |now| now.tv_sec() as u64 * 1000 + now.tv_nsec() as u64 / 1_000_000)
 }

@@ -45,6 +45,9 @@ impl Session {
         buffer: &mut [u8],
         verified: &mut Option<Chunk>,
     ) -> Result<usize, ClientError> {
+        if dataset.attachment().is_gone() && self.has_left(dataset) {
+            return self.read_at(&*self.renewed(dataset)?, sample, offset, buffer, verified);
+        }
         let (size, blocks) = dataset.catalog().sample(sample).ok_or(ClientError::Protocol("an unknown sample"))?;
         let end = size.min(offset.saturating_add(buffer.len() as u64));
         let mut at = offset;

@@ -142,6 +142,13 @@ impl Progress {
         self.failed.set(Reads::default());
     }
 
+    /// Ends a pass after which so many blocks are still missing.
+    fn end_pass(&self, missing: Reads) {
+        let mut wanted = self.recovered.get();
+        wanted.add(missing);
+        self.wanted.set(wanted);
+    }
+
     /// Counts the blocks that were found in one more dataset.
     fn count(&self, found: Reads) {
         self.wanted.add(found);

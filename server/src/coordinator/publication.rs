@@ -297,7 +297,7 @@ impl Publication<'_> {
         let copied: u64 = members.iter().filter_map(|node| copied_by.get(node)).sum();
         let owned: u64 = members.iter().filter_map(|node| Some(nodes.get(node.index())?.bytes)).sum();
         // Unless the dataset fits only in part, a block is not stored because its owner was lost before it arrived there.
-        let is_whole = self.fit.stored_share.is_none();
+        let is_whole = self.fit.partial.is_none();
         let of = |node: &NodeShare| node.bytes + if is_whole { node.unstored_bytes } else { 0 };
         let promised = nodes.iter().map(of).sum::<u64>() * u64::from(self.copies);
         (copied, promised.saturating_sub(owned + copied))

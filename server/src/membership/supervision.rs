@@ -92,7 +92,6 @@ enum State {
     /// A lost member that was told so many ticks ago to catch up.
     Returning {
         silent_ticks: u32,
-        ticks: u32,
     },
     /// A lost member that has caught up.
     CaughtUp,
@@ -117,6 +116,8 @@ pub struct Supervision {
     members: Vec<Supervised>,
     initial: Vec<SocketAddr>,
     roster: Roster,
+    /// For how many ticks others have waited for members that are all silent, beginning with the first one that was told to catch up.
+    waited_ticks: u32,
 }
 
 impl Supervision {
@@ -134,6 +135,7 @@ impl Supervision {
             members: addresses.iter().map(member).collect(),
             initial: addresses.to_vec(),
             roster: Roster::new(addresses),
+            waited_ticks: 0,
         }
     }
 
@@ -172,7 +174,7 @@ impl Supervision {
     /// Returns for how many ticks a member has been silent. A member without a control channel is not silent, but gone.
     pub fn silent_ticks(&self, node: NodeId) -> u32 {
         match self.members.get(node.index()).map(|member| &member.state) {
-            Some(State::Live { silent_ticks } | State::Returning { silent_ticks, .. }) => *silent_ticks,
+            Some(State::Live { silent_ticks } | State::Returning { silent_ticks }) => *silent_ticks,
             _ => 0,
         }
     }
@@ -188,7 +190,7 @@ impl Supervision {
     pub fn heard(&mut self, node: NodeId) -> Greeting {
         let Some(member) = self.members.get_mut(node.index()) else { return Greeting::Continue };
         match &mut member.state {
-            State::Live { silent_ticks } | State::Returning { silent_ticks, .. } => *silent_ticks = 0,
+            State::Live { silent_ticks } | State::Returning { silent_ticks } => *silent_ticks = 0,
             State::Closed { .. } => member.state = State::Live { silent_ticks: 0 },
             State::Ended { .. } | State::CaughtUp => {}
             State::Lost => return member.invite(),
@@ -257,7 +259,7 @@ impl Supervision {
     /// waited for them much longer, are they lost, so that the session does not wait for a broken machine forever.
     pub fn tick(&mut self) -> Changes {
         let mut changes = Changes::default();
-        let mut silent = Vec::new();
+        let (mut silent, mut is_any_waiting) = (Vec::new(), self.waited_ticks > 0);
         for (node, member) in (0..).map(NodeId).zip(&mut self.members) {
             match &mut member.state {
                 State::Live { silent_ticks } => {
@@ -279,8 +281,8 @@ impl Supervision {
                         changes.lost.push((node, Loss::Ended));
                     }
                 }
-                State::Returning { silent_ticks, ticks } => {
-                    *ticks = (*ticks + 1).min(self.patience.last_ticks + 1);
+                State::Returning { silent_ticks } => {
+                    is_any_waiting = true;
                     if self.roster.is_live(node) {
                         changes.lost.push((node, Loss::Replaced));
                     }
@@ -296,13 +298,16 @@ impl Supervision {
                 State::Lost => {}
             }
         }
-        let is_left = |(number, member): (u16, &Supervised)| match member.state {
-            State::Live { .. } => !silent.contains(&NodeId(number)),
-            // It has waited in vain for the silent ones, from which it is to learn the datasets.
-            State::Returning { ticks, .. } => ticks > self.patience.last_ticks,
-            _ => false,
+        let is_heard = |(number, member): (u16, &Supervised)| {
+            matches!(member.state, State::Live { .. }) && !silent.contains(&NodeId(number))
         };
-        if (0..).zip(&self.members).any(is_left) {
+        let is_any_left = (0..).zip(&self.members).any(is_heard);
+        // Those that are lost wait for the silent ones, from which they are to learn the datasets.
+        self.waited_ticks = match is_any_waiting && !is_any_left {
+            true => (self.waited_ticks + 1).min(self.patience.last_ticks + 1),
+            false => 0,
+        };
+        if is_any_left || self.waited_ticks > self.patience.last_ticks {
             for node in silent {
                 self.members[node.index()].state = State::Lost;
                 changes.lost.push((node, Loss::Silent));
@@ -342,7 +347,7 @@ impl Supervised {
     fn invite(&mut self) -> Greeting {
         self.incarnation += 1;
         self.is_complete = false;
-        self.state = State::Returning { silent_ticks: 0, ticks: 0 };
+        self.state = State::Returning { silent_ticks: 0 };
         Greeting::Return { incarnation: self.incarnation }
     }
 }
@@ -443,6 +448,17 @@ mod tests {
         assert_eq!(pass(&mut supervision, 50, &[0]), []);
         assert!(!supervision.is_over());
         pass(&mut supervision, 5, &[0]);
+        assert!(supervision.is_over());
+        // Neither if those that wait are new servers, which give up.
+        let mut supervision = session();
+        [1, 2].into_iter().for_each(|node| supervision.closed(NodeId(node)));
+        pass(&mut supervision, 3, &[1, 2]);
+        assert_eq!(supervision.replace(NodeId(1)), Some(1));
+        pass(&mut supervision, 6, &[0, 1, 2]);
+        supervision.closed(NodeId(1));
+        pass(&mut supervision, 48, &[0, 1, 2]);
+        assert!(!supervision.is_over());
+        pass(&mut supervision, 3, &[0, 1, 2]);
         assert!(supervision.is_over());
     }
 

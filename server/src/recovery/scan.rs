@@ -79,7 +79,7 @@ fn each_streamed(dataset: &Dataset, lost: &NodeSet, only: Option<u32>, see: &mut
         for (part, block) in (0..).zip(blocks) {
             let id = BlockId(block);
             let is_mine = || dataset.is_to_come_back(id) || dataset.takes_over(id, lost);
-            if dataset.is_streamed(id) && is_mine() && !dataset.is_local(id) && dataset.is_selected(id) {
+            if !dataset.is_local(id) && dataset.is_streamed(id) && is_mine() && dataset.is_selected(id) {
                 see(origin.source, offset.saturating_add(u64::from(part) * BLOCK_SIZE_MAX), block, block_len(size, part));
             }
         }
@@ -87,8 +87,8 @@ fn each_streamed(dataset: &Dataset, lost: &NodeSet, only: Option<u32>, see: &mut
 }
 
 fn is_to_recover(dataset: &Dataset, lost: &NodeSet, sample: SampleId, block: BlockId) -> bool {
-    (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
-        && !dataset.is_local(block)
+    !dataset.is_local(block)
+        && (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
         && dataset.is_selected(block)
         && (is_readable_alone(dataset, sample) || dataset.has_surviving_copy(block, lost) || dataset.is_to_come_back(block))
 }

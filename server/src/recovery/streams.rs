@@ -9,8 +9,8 @@ use std::sync::Arc;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{
-    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN, STREAM_PARTS_WAITING_MAX,
-    STREAM_READERS_MAX,
+    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN,
+    STREAM_PARTS_WAITING_MAX, STREAM_READERS_MAX,
 };
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::status::Reads;
@@ -45,7 +45,7 @@ impl Recovery {
             if self.rate > 0 {
                 let datasets = self.store.datasets();
                 self.progress.streamed.begin_pass(datasets.len());
-                for dataset in datasets {
+                for dataset in &datasets {
                     let (scanned, lost_now) = (dataset.clone(), *lost);
                     let Ok((sources, found)) = self.blocking.run(move || streamed_sources(&scanned, &lost_now)).await else {
                         continue;
@@ -53,9 +53,10 @@ impl Recovery {
                     self.progress.streamed.count(found);
                     for source in sources {
                         self.stream_demanded(lost).await;
-                        has_failed |= !self.stream(&dataset, source, lost, Some(&mut pace)).await;
+                        has_failed |= !self.stream(dataset, source, lost, Some(&mut pace)).await;
                     }
                 }
+                self.count_missing(&datasets, lost).await;
             }
             let again = Instant::now() + RECOVERY_PAUSE_MIN;
             while self.rate == 0 || self.room.plans() == plan && !(has_failed && Instant::now() > again) {
@@ -64,6 +65,17 @@ impl Recovery {
                 let _ = timeout(RECOVERY_LOOK_INTERVAL, streams.wait_for_demand()).await;
             }
         }
+    }
+
+    /// Counts what is still missing after a pass. Readers may have brought some of the blocks that it had counted.
+    async fn count_missing(&self, datasets: &[Arc<Dataset>], lost: &NodeSet) {
+        let mut missing = Reads::default();
+        for dataset in datasets {
+            let (scanned, lost) = (dataset.clone(), *lost);
+            let Ok((_, found)) = self.blocking.run(move || streamed_sources(&scanned, &lost)).await else { return };
+            missing.add(found);
+        }
+        self.progress.streamed.end_pass(missing);
     }
 
     /// Reads the tars that readers wait for.
@@ -117,20 +129,22 @@ impl Recovery {
             let mut bytes = 0;
             let fits = |block: &&BlockId| {
                 bytes += len(block);
-                bytes <= self.batch_len_max()
+                bytes <= if pace.is_some() { self.batch_len_max() } else { RECOVERY_BATCH_LEN_MAX }
             };
             let count = rest.iter().take(RECOVERY_BATCH_BLOCKS_MAX).take_while(fits).count().max(1);
             let (batch, others) = rest.split_at(count);
             while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
                 sleep(RECOVERY_LOOK_INTERVAL).await;
             }
-            if let Some(pace) = pace.as_deref_mut() {
-                self.pass_in_background((dataset.id(), source), total(batch).bytes, lost, pace).await;
-            }
             let outcome = self.fetcher.recover(dataset, batch).await;
-            self.progress.streamed.recovered.add(total(&outcome.recovered));
+            let recovered = total(&outcome.recovered);
+            self.progress.streamed.recovered.add(recovered);
             if outcome.is_full || dataset.is_gone() {
-                break;
+                // There is no room for what the tar has either.
+                return Ok(Vec::new());
+            }
+            if let Some(pace) = pace.as_deref_mut().filter(|_| recovered.count > 0) {
+                self.pass_in_background((dataset.id(), source), recovered.bytes, lost, pace).await;
             }
             rest = others;
         }

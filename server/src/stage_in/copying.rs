@@ -265,8 +265,14 @@ fn window(dataset: &Dataset, me: NodeId, nodes: usize, after: Option<BlockPositi
             let (Some(owner), Some(arrival)) = (catalog.owner(BlockId(block)), catalog.arrival(BlockId(block))) else { continue };
             let turn = (owner.index() + nodes - me.index()) % nodes.max(1);
             let position = BlockPosition { group: turn as u32, offset: arrival.into(), block };
-            if owner != me && selection.wants(position) && dataset.holders(BlockId(block)).contains(&me) {
+            if owner == me || !selection.wants(position) || !dataset.holders(BlockId(block)).contains(&me) {
+                continue;
+            }
+            if catalog.is_stored(BlockId(block)) {
                 selection.see(position, block_len(size, part));
+            } else {
+                // Its owner was lost, or had no room. Recovery reads it from its origin.
+                dataset.set_lacks_copies();
             }
         }
     }

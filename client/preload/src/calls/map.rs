@@ -287,11 +287,11 @@ fn parts(file: &OpenFile, request: &MapRequest<'_>) -> Result<Vec<Part>, Fault> 
     Ok(parts)
 }
 
-/// Returns whether a part may be mapped in place: its block shares no page with another, and the session does not verify reads,
-/// because the bytes would have to be checked first.
+/// Returns whether a part may be mapped in place: its block shares no page with another, the session does not verify reads, because the
+/// bytes would have to be checked first, and the server that has stored the block has not ended, which frees it.
 fn may_map_in_place(view: &View, file: &OpenFile, part: &Part) -> bool {
     let len = file.dataset().catalog().block(part.block).map_or(0, |(_, len)| len);
-    len >= PAGE_BLOCK_SIZE_MIN && !view.session().verifies_reads()
+    len >= PAGE_BLOCK_SIZE_MIN && !view.session().verifies_reads() && !file.dataset().is_gone()
 }
 
 /// Maps a range of a kernel file at an offset within the room at `base`.
