@@ -160,8 +160,8 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
     // The first call is a batch, which lends bytes of cached blocks. They stay where they are, though the cache is turned off.
     let samples: Vec<_> = open.iter().map(|(_, file)| file.sample()).collect();
     let mut batch = Batch::of(view.session(), &dataset, &samples, Delivery::AsAvailable, OnMissing::Fail).unwrap();
-    batch.wait().unwrap();
     cluster.ok(&["tune", "--cache", "off"]);
+    batch.wait().unwrap();
     let is_right = |number: usize| batch.get(number) == Some(&content(number, len(number))[..]);
     assert!(!batch.is_good() || (0..FILES).all(is_right), "wrong bytes");
     assert!(batch.is_good(), "the views were not counted");
