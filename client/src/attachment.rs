@@ -16,12 +16,12 @@ use dayfly_meta::status_page::{Counters, StatusPage};
 use dayfly_meta::wire::local::FromServer;
 use dayfly_meta::wire::status::{Reads, Source};
 
+use crate::ClientError;
 use crate::arena::Arena;
 use crate::heartbeat::{Heartbeat, coarse_ms};
 use crate::locate::process_of_lock;
 use crate::pool::Pool;
 use crate::socket::Socket;
-use crate::{ClientError, Dataset};
 
 /// What a process shares with one server.
 pub(crate) struct Attachment {
@@ -182,9 +182,9 @@ impl Attachment {
 }
 
 impl Views {
-    /// Returns whether the cached blocks of a dataset stay in place: only those of the server that knows of these views.
-    pub(crate) fn protect(&self, dataset: &Dataset) -> bool {
-        Arc::ptr_eq(&self.attachment, dataset.attachment())
+    /// Returns whether the cached blocks of a server stay in place: only those of the one that knows of these views.
+    pub(crate) fn are_at(&self, attachment: &Arc<Attachment>) -> bool {
+        Arc::ptr_eq(&self.attachment, attachment)
     }
 }
 

@@ -433,7 +433,9 @@ impl<S: Deref<Target = Session>> Batch<S> {
             _ if size == 0 => return ItemState::Empty,
             _ if size > CHUNK_LEN => return ItemState::Deferred,
             Some(Location::Owned(position)) => (position, Source::Segment),
-            Some(Location::Cached(position)) if self.views.as_ref().is_some_and(|views| views.protect(&item.dataset)) => {
+            Some(Location::Cached(position))
+                if self.views.as_ref().is_some_and(|views| views.are_at(item.dataset.attachment())) =>
+            {
                 (position, Source::Cached)
             }
             Some(Location::Cached(_)) => return ItemState::Deferred,
