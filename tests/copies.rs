@@ -106,7 +106,12 @@ fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
 #[test]
 fn copies_of_a_compressed_tar_are_restored_from_copies_and_counted_once() {
     // Slow enough for all ways to find the blocks before one has recovered them.
-    let (mut session, _) = session(&lens(), Some("tar.gz"), 8 << 20);
+    let mut session = Inside::with_config(4, |config| {
+        config.recovery_rate = 8 << 20;
+        config.recovery_timeout = Duration::from_secs(60);
+    });
+    session.copies = Copies::Number(2);
+    session.stage(&source(&session, &lens(), Some("tar.gz"))).unwrap();
     let held = places(&session, &[3]).iter().sum::<usize>() as u64;
     assert!(held > 0);
     session.lose(3);

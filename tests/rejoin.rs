@@ -149,6 +149,11 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
     let view = cluster.view(2);
     let open: Vec<_> = (0..FILES).map(|number| (number, view.open(&path(number)).unwrap())).collect();
     let dataset = view.dataset_of(b"/dayfly/d").unwrap();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/e");
+    let replaced = view.dataset_of(b"/dayfly/e").unwrap();
+    assert!(!view.session().is_dataset_gone(&replaced));
+    cluster.ok(&["stage-in", "--replace", cluster.at("a.tar").to_str().unwrap(), "/dayfly/e"]);
+    assert!(view.session().is_dataset_gone(&replaced) && !view.session().is_dataset_gone(&dataset));
     read_batch(&view, "before");
     let (old, owned) = (cluster.pids()[&2], node_status(&cluster, 2)["held_bytes"].as_u64().unwrap());
     // The heart beats after this process has looked last, so its next look finds no silence.
@@ -176,6 +181,7 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
         assert!(bytes == content(*number, len(*number)), "file {number}");
     }
     assert!(!view.session().is_gone() && !view.session().is_dataset_gone(&dataset));
+    assert!(view.session().is_dataset_gone(&replaced));
     read_batch(&view, "after");
     read_all(&view, "d", "after");
     drop(open);

@@ -139,10 +139,15 @@ impl Session {
         self.attachment.load().is_none_or(|attachment| attachment.is_gone() && !attachment.has_successor())
     }
 
-    /// Returns whether the session has ended, or a dataset was replaced as far as the server said that this process has it from. It never
-    /// waits.
+    /// Returns whether the session has ended, or a dataset was replaced as far as this process has heard. It never waits.
     pub fn is_dataset_gone(&self, dataset: &Dataset) -> bool {
-        self.is_gone() || dataset.is_gone() && !dataset.attachment().is_gone()
+        if self.is_gone() || !dataset.is_gone() {
+            return self.is_gone();
+        }
+        // If the server has ended, it no longer has any dataset. What there is now, its successor has said.
+        let is_known_gone =
+            |known: &DatasetList| !known.attachment.is_gone() && known.all.iter().all(|other| other.id() != dataset.id());
+        !dataset.attachment().is_gone() || self.datasets.load().is_some_and(|known| is_known_gone(&known))
     }
 
     /// Returns the datasets of the session, by number. Asks the server only if they have changed since the last call.
@@ -226,8 +231,8 @@ impl Session {
 
     /// Uses the attachment to a new server, unless another thread has attached to it meanwhile.
     fn adopt(&self, old: &Arc<Attachment>, new: Attachment) {
-        if self.attachment().is_ok_and(|current| Arc::ptr_eq(&current, old)) {
-            self.attachment.store(Some(Arc::new(Arc::new(new))));
+        if let Some(current) = self.attachment.load().filter(|current| Arc::ptr_eq(current, old)) {
+            self.attachment.replace(&current, Arc::new(Arc::new(new)));
         }
         old.set_replaced();
     }
@@ -482,8 +487,11 @@ impl Session {
                 attachment.set_slot(socket.slot());
                 Ok(Connection { socket: Box::new(socket), attachment })
             }
-            // A new server listens at the same path.
-            Ok(_) => self.connect_again(&attachment, || ClientError::Protocol("it is another server")),
+            // A new server listens at the same path, and has just answered.
+            Ok(_) => {
+                attachment.attempt_at_once();
+                self.connect_again(&attachment, || ClientError::Protocol("it is another server"))
+            }
             Err(error @ ClientError::Server(_)) => self.connect_again(&attachment, || error),
             Err(error) => Err(error),
         }

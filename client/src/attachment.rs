@@ -18,6 +18,7 @@ use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::ClientError;
 use crate::arena::Arena;
+use crate::cancellation;
 use crate::heartbeat::{Heartbeat, coarse_ms};
 use crate::locate::process_of_lock;
 use crate::pool::Pool;
@@ -43,6 +44,8 @@ pub(crate) struct Attachment {
     /// When an attempt to attach to this server's successor took so long that none is made for a while, in milliseconds of a
     /// coarse clock; 0 if none did.
     waited_at_ms: AtomicU64,
+    /// When this process has looked for a successor in vain, by the same clock.
+    looked_at_ms: AtomicU64,
 }
 
 /// A connection, with the attachment that it belongs to.
@@ -77,6 +80,7 @@ impl Attachment {
             idle: Pool::new(),
             is_replaced: AtomicBool::new(false),
             waited_at_ms: AtomicU64::new(0),
+            looked_at_ms: AtomicU64::new(0),
         };
         socket.watch(attachment.heartbeat.clone());
         attachment.idle.put(Box::new(socket));
@@ -114,9 +118,24 @@ impl Attachment {
         self.close_idle();
     }
 
-    /// Returns whether another server runs on the node now. Reads the lock of the node's server.
+    /// Returns whether another server runs on the node now. Reads the lock of the node's server, unless this process has read it in vain
+    /// a few milliseconds ago: a server that starts finds the lock taken while another process reads it.
     pub(crate) fn has_successor(&self) -> bool {
-        process_of_lock(&self.lock_path).is_some_and(|now| Some(now) != self.server)
+        let now_ms = coarse_ms();
+        if self.looked_at_ms.load(Ordering::Relaxed) == now_ms {
+            return false;
+        }
+        let _deferral = cancellation::uninterrupted();
+        let has_successor = process_of_lock(&self.lock_path).is_some_and(|now| Some(now) != self.server);
+        if !has_successor {
+            self.looked_at_ms.store(now_ms, Ordering::Relaxed);
+        }
+        has_successor
+    }
+
+    /// Lets the next attempt to attach to the successor be made at once.
+    pub(crate) fn attempt_at_once(&self) {
+        self.waited_at_ms.store(0, Ordering::Relaxed);
     }
 
     /// Runs an attempt to attach to the successor, unless an earlier one has waited in vain a moment ago: the successor stands still, or

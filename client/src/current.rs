@@ -125,11 +125,29 @@ impl<T> Current<T> {
         let new = new.map_or(null_mut(), |new| Arc::into_raw(new).cast_mut());
         let old = self.value.swap(new, Ordering::SeqCst);
         if !old.is_null() {
-            self.leave_references(old);
-            if self.nobody_counts() {
-                // SAFETY: the pointer that was in `self.value` is one counted reference, which is dropped here.
-                drop(unsafe { Arc::from_raw(old) });
-            }
+            self.retire(old);
+        }
+    }
+
+    /// Replaces a value if it is still current. Returns whether it was.
+    pub fn replace(&self, old: &InUse<'_, T>, new: Arc<T>) -> bool {
+        let new = Arc::into_raw(new).cast_mut();
+        // The old value is in use, so no other value has its address.
+        if self.value.compare_exchange(old.value, new, Ordering::SeqCst, Ordering::SeqCst).is_err() {
+            // SAFETY: from `Arc::into_raw` above, and nobody has seen it.
+            drop(unsafe { Arc::from_raw(new) });
+            return false;
+        }
+        self.retire(old.value);
+        true
+    }
+
+    /// Drops the reference to a value that was in `self.value` and was replaced just now.
+    fn retire(&self, old: *mut T) {
+        self.leave_references(old);
+        if self.nobody_counts() {
+            // SAFETY: the pointer that was in `self.value` is one counted reference, which is dropped here.
+            drop(unsafe { Arc::from_raw(old) });
         }
     }
 
@@ -257,6 +275,26 @@ mod tests {
         assert_eq!((kept.0, ALIVE.load(Ordering::SeqCst)), (19_999, 1));
         drop(kept);
         assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn of_several_threads_that_replace_a_value_one_succeeds() {
+        let current = Current::none();
+        current.store(Some(Arc::new(0_u64)));
+        let replaced = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..5000 {
+                        let old = current.load().unwrap();
+                        if current.replace(&old, Arc::new(*old + 1)) {
+                            replaced.fetch_add(1, Ordering::SeqCst);
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(*current.load().unwrap(), replaced.load(Ordering::SeqCst) as u64);
     }
 
     #[test]

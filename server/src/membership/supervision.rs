@@ -259,7 +259,7 @@ impl Supervision {
     /// waited for them much longer, are they lost, so that the session does not wait for a broken machine forever.
     pub fn tick(&mut self) -> Changes {
         let mut changes = Changes::default();
-        let (mut silent, mut is_any_waiting) = (Vec::new(), self.waited_ticks > 0);
+        let (mut silent, mut is_any_waiting, mut is_any_silent_again) = (Vec::new(), false, false);
         for (node, member) in (0..).map(NodeId).zip(&mut self.members) {
             match &mut member.state {
                 State::Live { silent_ticks } => {
@@ -282,13 +282,13 @@ impl Supervision {
                     }
                 }
                 State::Returning { silent_ticks } => {
-                    is_any_waiting = true;
                     if self.roster.is_live(node) {
                         changes.lost.push((node, Loss::Replaced));
                     }
                     *silent_ticks += 1;
-                    if *silent_ticks > self.patience.silent_ticks {
-                        member.state = State::Lost;
+                    match *silent_ticks > self.patience.silent_ticks {
+                        true => (member.state, is_any_silent_again) = (State::Lost, true),
+                        false => is_any_waiting = true,
                     }
                 }
                 State::CaughtUp => {
@@ -302,8 +302,10 @@ impl Supervision {
             matches!(member.state, State::Live { .. }) && !silent.contains(&NodeId(number))
         };
         let is_any_left = (0..).zip(&self.members).any(is_heard);
-        // Those that are lost wait for the silent ones, from which they are to learn the datasets.
-        self.waited_ticks = match is_any_waiting && !is_any_left {
+        // Those that are lost wait for the silent ones, from which they are to learn the datasets. One whose channel is closed may dial
+        // again, or another server comes in its place; one that stands still again does not wait.
+        let goes_on = is_any_waiting || self.waited_ticks > 0 && !is_any_silent_again;
+        self.waited_ticks = match goes_on && !is_any_left {
             true => (self.waited_ticks + 1).min(self.patience.last_ticks + 1),
             false => 0,
         };
@@ -449,12 +451,18 @@ mod tests {
         assert!(!supervision.is_over());
         pass(&mut supervision, 5, &[0]);
         assert!(supervision.is_over());
+        // It stands still together with the one that has waited.
+        let mut supervision = session();
+        pass(&mut supervision, 2, &[1, 2]);
+        pass(&mut supervision, 30, &[0, 1, 2]);
+        assert_eq!(pass(&mut supervision, 100, &[0, 1, 2]), []);
+        assert!(!supervision.is_over());
         // Neither if those that wait are new servers, which give up.
         let mut supervision = session();
         [1, 2].into_iter().for_each(|node| supervision.closed(NodeId(node)));
         pass(&mut supervision, 3, &[1, 2]);
         assert_eq!(supervision.replace(NodeId(1)), Some(1));
-        pass(&mut supervision, 6, &[0, 1, 2]);
+        pass(&mut supervision, 6, &[0, 2]);
         supervision.closed(NodeId(1));
         pass(&mut supervision, 48, &[0, 1, 2]);
         assert!(!supervision.is_over());

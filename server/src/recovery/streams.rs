@@ -114,17 +114,13 @@ impl Recovery {
         lost: &NodeSet,
         mut pace: Option<&mut Pace>,
     ) -> Result<Vec<BlockId>, JobLost> {
-        let scan = || {
-            let (scanned, lost) = (dataset.clone(), *lost);
-            self.blocking.run(move || streamed_blocks(&scanned, &lost, source))
-        };
-        let blocks = scan().await?;
-        if dataset.copies() == 1 && !dataset.is_refilled() {
-            return Ok(blocks);
-        }
+        let (scanned, lost_now) = (dataset.clone(), *lost);
+        let mut blocks = self.blocking.run(move || streamed_blocks(&scanned, &lost_now, source)).await?;
+        let is_held = |block: &BlockId| dataset.is_refilled() || dataset.has_surviving_copy(*block, lost);
+        let held: Vec<BlockId> = blocks.iter().copied().filter(is_held).collect();
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
         let total = |blocks: &[BlockId]| Reads { count: blocks.len() as u64, bytes: blocks.iter().map(len).sum() };
-        let mut rest = &blocks[..];
+        let mut rest = &held[..];
         while !rest.is_empty() {
             let mut bytes = 0;
             let fits = |block: &&BlockId| {
@@ -136,19 +132,30 @@ impl Recovery {
             while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
                 sleep(RECOVERY_LOOK_INTERVAL).await;
             }
-            let outcome = self.fetcher.recover(dataset, batch).await;
+            let plan = self.room.plans();
+            // Readers may have brought some of these blocks, and the plan may have changed.
+            let is_absent = |block: &BlockId| !dataset.is_local(*block) && dataset.is_selected(*block);
+            let absent: Vec<BlockId> = batch.iter().copied().filter(is_absent).collect();
+            let outcome = self.fetcher.recover(dataset, &absent).await;
             let recovered = total(&outcome.recovered);
             self.progress.streamed.recovered.add(recovered);
-            if outcome.is_full || dataset.is_gone() {
-                // There is no room for what the tar has either.
+            if dataset.is_gone() {
                 return Ok(Vec::new());
             }
-            if let Some(pace) = pace.as_deref_mut().filter(|_| recovered.count > 0) {
+            if let Some(pace) = pace.as_deref_mut() {
                 self.pass_in_background((dataset.id(), source), recovered.bytes, lost, pace).await;
             }
-            rest = others;
+            let is_planned_again = dataset.cached_blocks().is_paused() || self.room.plans() != plan;
+            match outcome.is_full {
+                false => rest = others,
+                // A stage-in has begun or ended meanwhile, so this says nothing about the room.
+                true if is_planned_again => {}
+                // There is no room for what the tar has either.
+                true => return Ok(Vec::new()),
+            }
         }
-        scan().await
+        blocks.retain(|block| !dataset.is_local(*block) && dataset.is_selected(*block));
+        Ok(blocks)
     }
 
     async fn stream_blocks(

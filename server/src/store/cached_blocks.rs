@@ -173,7 +173,6 @@ impl Dataset {
     /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
     fn rank(&self, block: BlockId) -> u64 {
         let (hash, unstored) = (hash(block, self.catalog().header().seed), self.unstored_share());
-        // Copies that the stage-in has left out come first of all: nothing counts their bytes.
         match self.is_holder(block) || self.is_to_come_back(block) {
             true => part_of(unstored, hash),
             false => unstored + part_of(ALL - unstored, hash),

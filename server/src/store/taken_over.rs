@@ -20,7 +20,9 @@ use super::Dataset;
 pub(super) struct TakenOver {
     /// The lost members of the session.
     lost: NodeSet,
-    /// Bytes of the blocks that this node holds in their place.
+    /// Whether the dataset was incomplete when the bytes were counted.
+    is_incomplete: bool,
+    /// Bytes of the blocks that this node holds in their place, and of the copies that are to come to this node.
     bytes: u64,
 }
 
@@ -28,11 +30,12 @@ impl Dataset {
     /// Takes the lost members of the session. Ranks change with them, so [`Self::lower_cache_threshold`] must follow. Looks at the
     /// whole catalog if the members have changed.
     pub(crate) fn set_lost(&self, lost: &NodeSet) {
-        if self.taken_over().lost == *lost {
+        let (known, is_incomplete) = (self.taken_over(), self.is_incomplete());
+        if known.lost == *lost && known.is_incomplete == is_incomplete {
             return;
         }
         let bytes = self.bytes_to_take_over(lost);
-        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, bytes });
+        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, is_incomplete, bytes });
         self.cached_blocks().set_ranks_changed();
     }
 
@@ -72,7 +75,7 @@ impl Dataset {
         self.is_mine(block) || self.takes_over(block, &self.taken_over().lost)
     }
 
-    /// Returns the bytes of the blocks that this node holds, because it owns them or takes the place of their owners, but that the
+    /// Returns the bytes of the blocks that this node holds, because it is one of their holders or takes the place of one, but that the
     /// stage-in did not store on this node.
     pub(crate) fn unstored_bytes(&self) -> u64 {
         self.owned().unstored_bytes + self.taken_over().bytes
@@ -96,12 +99,13 @@ impl Dataset {
         is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
     }
 
-    /// Returns the bytes of the blocks that this node holds in place of lost owners. In a large dataset it looks at a part of the
-    /// samples only: the result decides how room is divided, and this is never exact.
+    /// Returns the bytes of the blocks that this node holds in place of lost owners, and of the copies that are to come to it. In a large
+    /// dataset it looks at a part of the samples only: the result decides how room is divided, and this is never exact.
     fn bytes_to_take_over(&self, lost: &NodeSet) -> u64 {
-        if lost.is_empty() {
+        if lost.is_empty() && (self.copies() == 1 || !self.is_incomplete()) {
             return 0;
         }
+        let is_missing_copy = |block: BlockId| !self.is_mine(block) && self.is_to_come_back(block) && !self.has_own_copy(block);
         let samples = self.catalog().header().samples;
         let step = samples.div_ceil(TAKEN_OVER_SAMPLES_MAX).max(1);
         let mut bytes = 0;
@@ -110,7 +114,7 @@ impl Dataset {
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let can_be_read =
                     || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost) || self.is_streamed(block);
-                if self.takes_over(block, lost) && can_be_read() {
+                if is_missing_copy(block) || self.takes_over(block, lost) && can_be_read() {
                     bytes += block_len(size, part);
                 }
             }

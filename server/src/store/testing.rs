@@ -37,6 +37,19 @@ pub(crate) fn dataset_at(
     contents: &[Vec<u8>],
     block: impl Fn(u32) -> StoredBlock,
 ) -> Dataset {
+    let about = About { capacities: vec![1; nodes], ..About::default() };
+    dataset_with(about, (id, target), drives, contents, block)
+}
+
+/// Like [`dataset_at`], with as many nodes as there are capacities.
+pub(crate) fn dataset_with(
+    about: About,
+    (id, target): (DatasetId, &[u8]),
+    drives: &[Arc<Drive>],
+    contents: &[Vec<u8>],
+    block: impl Fn(u32) -> StoredBlock,
+) -> Dataset {
+    let nodes = about.capacities.len();
     let source = Source {
         path: b"/a.tar".to_vec(),
         prefix: Vec::new(),
@@ -45,7 +58,6 @@ pub(crate) fn dataset_at(
         version: Version { size: 1 << 40, ..Version::default() },
         inode: 0,
     };
-    let about = About { capacities: vec![1; nodes], ..About::default() };
     let mut builder = CatalogBuilder::new(&tempfile::tempfile, about, &[source]).unwrap();
     let mut offset = 512;
     for (number, bytes) in (0..).zip(contents) {

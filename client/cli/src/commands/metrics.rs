@@ -8,14 +8,16 @@ use dayfly_meta::wire::status::NodeEntry;
 use super::query;
 use crate::args::MetricsArguments;
 use crate::failure::{Failure, print_line};
+use crate::namespace;
 
 pub(super) fn run(arguments: &MetricsArguments) -> Result<ExitCode, Failure> {
     if arguments.describe {
         print_line!("{}", page().trim_end());
         return Ok(ExitCode::SUCCESS);
     }
-    let (session, status) = query::status()?;
-    let is_wanted = |node| arguments.all_nodes || node == session.node();
+    let own = namespace::location()?.my_node()?;
+    let (_, status) = query::status()?;
+    let is_wanted = |node| arguments.all_nodes || node == own;
     let is_here = |entry: &&NodeEntry| is_wanted(entry.node) && entry.lost_for_ms.is_none();
     let mut nodes = Vec::new();
     for entry in status.nodes.iter().filter(is_here) {

@@ -5,13 +5,13 @@
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use dayfly_meta::catalog::{NOT_STORED, StoredBlock};
-use dayfly_meta::id::NodeId;
+use dayfly_meta::catalog::{About, NOT_STORED, StoredBlock};
+use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::placement::NodeSet;
 
 use super::*;
 use crate::store::Drive;
-use crate::store::testing::{dataset, dataset_of};
+use crate::store::testing::{dataset, dataset_of, dataset_with};
 use crate::store::write_back::WriteBack;
 use crate::store::write_back::failing::Failing;
 
@@ -270,4 +270,32 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
     assert_eq!(plan(&NodeSet::new(), 150_000), ordinary, "the owner is back");
     assert_eq!(dataset.unstored_bytes(), 0);
     assert!(found().iter().all(|block| ordinary.contains(block)));
+}
+
+/// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Their room comes before that of cached blocks."
+#[test]
+fn copies_that_the_stage_in_left_out_are_cached_first_and_their_room_is_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
+    let contents: Vec<Vec<u8>> = (0..600).map(|number| content(BlockId(number), 1000)).collect();
+    let owner = |arrival: u32| StoredBlock { owner: NodeId(1 + (arrival % 3) as u16), arrival };
+    let about = About { capacities: vec![1; 4], copies: 2, ..About::default() };
+    let dataset = dataset_with(about, (DatasetId(1), b"d"), &drives, &contents, owner);
+    let plan = |room: u64| {
+        dataset.set_lost(&NodeSet::new());
+        let unstored = dataset.unstored_bytes();
+        dataset.cache_threshold(CacheShares::that_fit(room, unstored, dataset.remote_bytes() - unstored))
+    };
+    let selected = |threshold: u64| (0..600).map(BlockId).filter(|block| dataset.rank(*block) < threshold).collect::<Vec<_>>();
+    plan(300_000);
+    assert_eq!(dataset.unstored_bytes(), 0);
+    dataset.set_lacks_copies();
+    let threshold = plan(300_000);
+    let copies: Vec<BlockId> = (0..600).map(BlockId).filter(|block| dataset.is_to_come_back(*block)).collect();
+    assert!((100..300).contains(&copies.len()), "{}", copies.len());
+    assert_eq!(dataset.unstored_bytes(), 1000 * copies.len() as u64);
+    let chosen = selected(threshold);
+    assert!(copies.iter().all(|block| chosen.contains(block)) && (250..330).contains(&chosen.len()), "{}", chosen.len());
+    let few = selected(plan(50_000));
+    assert!(few.iter().all(|block| copies.contains(block)) && (25..75).contains(&few.len()), "{}", few.len());
 }
