@@ -124,6 +124,29 @@ fn copies_of_a_compressed_tar_are_restored_from_copies_and_counted_once() {
     assert_eq!(origin_reads(&session, &left), 0);
 }
 
+/// SEMANTICS: "If copying fails, the stage-in fails on all nodes."
+#[test]
+fn copies_that_nearly_fit_are_made_or_fail_at_once() {
+    // On drives, blocks of this length take up to two pages more, so there are capacities with room for the bytes only.
+    let lens = [70_000; 40];
+    let mut succeeded = 0;
+    for more in (0..24).map(|step| step * (40 << 10)) {
+        let mut session = Inside::with_config(2, |config| config.capacity = 2_800_000 + more);
+        session.copies = Copies::Number(2);
+        let source = source(&session, &lens, Some("tar.gz"));
+        let start = std::time::Instant::now();
+        match session.stage(&source) {
+            Ok(summary) => {
+                succeeded += 1;
+                assert_eq!((summary.copied_bytes, summary.uncopied_bytes), (summary.bytes, 0));
+            }
+            Err(error) => assert!(error.contains("there is no room for a copy"), "{error}"),
+        }
+        crate::harness::assert_no_hang(start);
+    }
+    assert!((1..24).contains(&succeeded), "{succeeded}");
+}
+
 /// SEMANTICS: "A copy that was made again after the loss of a holder is asked for like the lost one, also by reads that are under way when
 /// the next holder dies."
 #[test]

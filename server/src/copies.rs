@@ -54,8 +54,15 @@ pub(crate) fn parts(dataset: &Dataset, chunks: impl IntoIterator<Item = Chunk>) 
     parts
 }
 
-/// Reads chunks of one part from a holder. With `takes_over`, the holder reads from their origins those that it does not have. `None`
-/// stands for a chunk that the holder does not have, or has sent damaged several times.
+/// What a holder has sent.
+pub(crate) struct Pulled {
+    /// `None` stands for a chunk that the holder does not have, cannot read, or has sent damaged several times.
+    pub(crate) found: Vec<Option<Vec<u8>>>,
+    /// Why a chunk is missing, if the holder has said so.
+    pub(crate) reason: Option<String>,
+}
+
+/// Reads chunks of one part from a holder. With `takes_over`, the holder reads from their origins those that it does not have.
 ///
 /// # Errors
 /// The holder cannot be reached, or rejects the request.
@@ -66,8 +73,9 @@ pub(crate) async fn pull(
     holder: NodeId,
     chunks: &[Chunk],
     takes_over: bool,
-) -> Result<Vec<Option<Vec<u8>>>, CopyError> {
+) -> Result<Pulled, CopyError> {
     let mut found: Vec<Option<Vec<u8>>> = vec![None; chunks.len()];
+    let mut reason = None;
     for attempt in 0..FETCH_ATTEMPTS_MAX {
         let missing: Vec<usize> = (0..chunks.len()).filter(|&index| found[index].is_none()).collect();
         if missing.is_empty() {
@@ -75,14 +83,16 @@ pub(crate) async fn pull(
         }
         let wanted: Vec<Chunk> = missing.iter().map(|&index| chunks[index]).collect();
         let (read, is_final) = pull_once(peers, blocking, dataset, holder, wanted, (attempt > 0, takes_over)).await?;
-        for (index, bytes) in missing.into_iter().zip(read) {
+        // The first reason says most: at the second attempt, the holder drops a copy that it could not read.
+        reason = reason.or(read.reason);
+        for (index, bytes) in missing.into_iter().zip(read.found) {
             found[index] = bytes;
         }
         if is_final {
             break;
         }
     }
-    Ok(found)
+    Ok(Pulled { found, reason })
 }
 
 /// Makes one request. Returns also whether another request would get no more.
@@ -93,7 +103,7 @@ async fn pull_once(
     holder: NodeId,
     chunks: Vec<Chunk>,
     (recheck, takes_over): (bool, bool),
-) -> Result<(Vec<Option<Vec<u8>>>, bool), CopyError> {
+) -> Result<(Pulled, bool), CopyError> {
     let timeout = peers.deadlines().request;
     let mut slots = Vec::with_capacity(chunks.len());
     for &chunk in &chunks {
@@ -102,11 +112,13 @@ async fn pull_once(
     }
     let request = ReadRequest::Chunks { dataset: dataset.id(), chunks: chunks.clone(), recheck, takes_over };
     let (reply, pulled) = peers.pull_pieces(holder, request, slots, timeout).await?;
-    let ReadReply::Chunks { missing, .. } = reply else { return Err(PeerError::InvalidAnswer(holder).into()) };
+    let ReadReply::Chunks { missing, reasons } = reply else { return Err(PeerError::InvalidAnswer(holder).into()) };
     if pulled.slots.len() != chunks.len() || pulled.lens.len() != chunks.len() {
         return Err(PeerError::InvalidAnswer(holder).into());
     }
     let is_final = missing.len() == chunks.len();
+    let unread = (!pulled.unread.pieces.is_empty()).then(|| pulled.unread.reason.clone());
+    let reason = unread.or_else(|| reasons.into_iter().next());
     let dataset = dataset.clone();
     let verifying = blocking.run(move || {
         let is_sent = |index: u32| !missing.iter().any(|chunk| chunk.index == index) && !pulled.unread.pieces.contains(&index);
@@ -118,5 +130,5 @@ async fn pull_once(
         });
         verified.collect()
     });
-    Ok((verifying.await?, is_final))
+    Ok((Pulled { found: verifying.await?, reason }, is_final))
 }

@@ -182,7 +182,7 @@ impl Fetcher {
         });
         let pulling = parts.map(|((holder, takes_over), chunks)| async move {
             let pulled = pull(&self.peers, &*self.blocking, dataset, holder, &chunks, takes_over).await;
-            pulled.map(|pulled| chunks.into_iter().zip(pulled).collect::<Vec<_>>()).unwrap_or_default()
+            pulled.map(|pulled| chunks.into_iter().zip(pulled.found).collect::<Vec<_>>()).unwrap_or_default()
         });
         let pulled: Vec<Vec<(Chunk, Option<Vec<u8>>)>> = stream::iter(pulling).buffer_unordered(COPY_REQUESTS).collect().await;
         let mut found: HashMap<Chunk, Arc<Vec<u8>>> =

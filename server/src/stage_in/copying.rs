@@ -15,9 +15,10 @@ use futures_util::stream::{self, StreamExt};
 use tokio::time::{Instant, sleep};
 use tracing::Instrument;
 
+use super::landing::ROOM_ATTEMPTS_MAX;
 use super::{NodeStageIn, NodeStageInError};
-use crate::copies::{parts, pull};
-use crate::store::{BlockPosition, Dataset, Window, WindowSelection};
+use crate::copies::{Pulled as Read, parts, pull};
+use crate::store::{BlockPosition, Dataset, Window, WindowSelection, room_for};
 
 /// While a node looks for the blocks to copy, each time that it has looked at so many samples counts as progress.
 const SAMPLES_PER_STEP: u32 = 1 << 16;
@@ -132,8 +133,9 @@ impl NodeStageIn {
             let Some(read) = self.pull_from(owner, dataset, &chunks).await? else {
                 return Ok(Pulled { chunks, bytes: Vec::new() });
             };
-            let bytes: Option<Vec<Vec<u8>>> = read.into_iter().collect();
-            bytes.map(|bytes| Pulled { chunks, bytes }).ok_or(NodeStageInError::NoGoodCopy { owner })
+            let bytes: Option<Vec<Vec<u8>>> = read.found.into_iter().collect();
+            let reason = read.reason.unwrap_or_else(|| "its copy is damaged".to_owned());
+            bytes.map(|bytes| Pulled { chunks, bytes }).ok_or(NodeStageInError::NoGoodCopy { owner, reason })
         });
         let mut pulled = stream::iter(pulling).buffered(COPY_REQUESTS);
         let mut partial = None;
@@ -145,12 +147,7 @@ impl NodeStageIn {
 
     /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost or has returned; then there is
     /// nothing to copy.
-    async fn pull_from(
-        &self,
-        owner: NodeId,
-        dataset: &Arc<Dataset>,
-        chunks: &[Chunk],
-    ) -> Result<Option<Vec<Option<Vec<u8>>>>, NodeStageInError> {
+    async fn pull_from(&self, owner: NodeId, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Result<Option<Read>, NodeStageInError> {
         let (start, peers) = (Instant::now(), &self.context.peers);
         let patience = self.deadlines().lost_after + self.deadlines().node_silent;
         loop {
@@ -231,17 +228,16 @@ impl NodeStageIn {
 
     /// Returns positions for blocks. Evicts cached blocks if there is no room.
     async fn allocate(&self, dataset: &Arc<Dataset>, lens: &[u64]) -> Result<Option<Vec<DrivePosition>>, NodeStageInError> {
-        loop {
+        let room = lens.iter().copied().map(room_for).sum();
+        for attempts_left in (0..ROOM_ATTEMPTS_MAX).rev() {
             let (target, wanted) = (dataset.clone(), lens.to_vec());
             let allocating = self.context.blocking.run(move || target.allocate_copies(&wanted));
-            if let Some(positions) = allocating.await?.map_err(NodeStageInError::WriteCopy)? {
-                return Ok(Some(positions));
-            }
-            // Each round evicts something, or ends the loop.
-            if !self.context.room.make_room(lens.iter().sum()).await? {
-                return Ok(None);
+            let positions = allocating.await?.map_err(NodeStageInError::WriteCopy)?;
+            if positions.is_some() || attempts_left == 0 || !self.context.room.make_room(room).await? {
+                return Ok(positions);
             }
         }
+        Ok(None)
     }
 }
 

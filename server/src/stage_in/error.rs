@@ -71,8 +71,8 @@ pub(crate) enum NodeStageInError {
         #[source]
         error: CopyError,
     },
-    #[error("node {owner} has no good copy of a block that it stored; check its drives and its memory")]
-    NoGoodCopy { owner: NodeId },
+    #[error("node {owner} has no good copy of a block that it stored ({reason}); check its drives and its memory")]
+    NoGoodCopy { owner: NodeId, reason: String },
     /// Only another attempt finds these samples again.
     #[error("node {owner} was lost before its samples of compressed archives had been copied")]
     LostUncopied { owner: NodeId },

@@ -11,7 +11,7 @@ use crate::ingest::{IngestError, Stored};
 use crate::store::room_for;
 
 /// How many times room is made for one batch. Other batches may take the room that was made for this one.
-const ROOM_ATTEMPTS_MAX: usize = 8;
+pub(super) const ROOM_ATTEMPTS_MAX: usize = 8;
 
 impl NodeStageIn {
     /// Waits until there is memory in which a batch can land, and returns it. The wait slows down the batch's sender.
