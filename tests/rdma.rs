@@ -4,9 +4,9 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use crate::harness::{self, Ground};
+use crate::harness::{self, Cluster, Ground};
 use serde_json::Value;
 
 /// Returns true if there is a card to test with. If there is none, prints that once, bypassing the test harness.
@@ -24,6 +24,9 @@ fn has_card() -> bool {
 
 /// Options for a small amount of memory, which is enough for these sessions. All of it is allocated and locked at the start.
 const SMALL: [&str; 4] = ["--memory", "32M", "--stage-in-memory", "256M"];
+
+/// The longest wait for a card to tell a server that its writes are complete.
+const COUNTERS_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn networks(status: &Value) -> Vec<&Value> {
     status["nodes"].as_array().unwrap().iter().map(|node| &node["network"]).collect()
@@ -47,6 +50,24 @@ fn packets() -> u64 {
 /// interface.
 fn loopback_bytes() -> u64 {
     read_number(Path::new("/sys/class/net/lo/statistics/tx_bytes"))
+}
+
+/// Returns the sum of a counter over all nodes.
+fn sum(status: &Value, counter: &str) -> u64 {
+    networks(status).iter().map(|network| number(&network[counter])).sum()
+}
+
+/// Returns a status whose counters are as expected, or the last one, if they are not in time. A writer counts a write when the card
+/// has told it that the write is complete, which may be after the reader has used the bytes.
+fn status_with(cluster: &Cluster, is_expected: impl Fn(&Value) -> bool) -> Value {
+    let start = Instant::now();
+    loop {
+        let status = cluster.status();
+        if is_expected(&status) || start.elapsed() > COUNTERS_TIMEOUT {
+            return status;
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    }
 }
 
 /// Returns real archives: the crates that the build has downloaded.
@@ -77,18 +98,16 @@ fn a_whole_session_uses_rdma() {
     let verified = cluster.ok(&["verify", "--from-every-node"]);
     assert!(verified.contains("from 4 nodes"), "{verified}");
 
-    // Every byte between servers went over the card, according to the counters of the card, of Dayfly and of the TCP interface.
-    let status = cluster.status();
-    let sum = |name: &str| networks(&status).iter().map(|network| number(&network[name])).sum::<u64>();
-    let remote: u64 = status["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
-    assert!(remote > 40 << 20 && sum("written_bytes") >= remote, "{} of {remote}", sum("written_bytes"));
-    assert!(sum("read_bytes") > 10 << 20, "a stage-in ships blocks by RDMA: {}", sum("read_bytes"));
-    assert!((packets() - packets_before) * 4096 >= remote, "{} packets", packets() - packets_before);
-    assert!(
-        loopback_bytes() - loopback_before < remote / 8,
-        "{} bytes by TCP, {remote} by RDMA",
-        loopback_bytes() - loopback_before
-    );
+    // The bytes between servers went over the card, according to the counters of the card, of Dayfly and of the TCP interface.
+    // Requests that wait long for room on a queue pair go by TCP, too: on a busy machine there may be a few of them.
+    let remote: u64 = cluster.status()["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
+    let by_tcp = || loopback_bytes() - loopback_before;
+    let status = status_with(&cluster, |status| sum(status, "written_bytes") + by_tcp() >= remote);
+    let (written, read, by_tcp) = (sum(&status, "written_bytes"), sum(&status, "read_bytes"), by_tcp());
+    let figures = format!("of {remote} bytes, {written} by RDMA and {by_tcp} by TCP; {:?}", networks(&status));
+    assert!(remote > 40 << 20 && written + by_tcp >= remote && by_tcp < remote / 8, "{figures}");
+    assert!(read > 10 << 20, "a stage-in ships blocks by RDMA: {figures}");
+    assert!((packets() - packets_before) * 4096 >= written, "{} packets; {figures}", packets() - packets_before);
     assert!(
         networks(&status).iter().all(|network| network["transport"] == "rdma" && network["fallen_back"] == Value::Array(vec![]))
     );
@@ -146,10 +165,11 @@ fn transport_auto_uses_rdma_where_it_exists_and_transport_tcp_never_does() {
         (0..50).for_each(|number| fs::write(cluster.at(format!("d/{number}")), vec![number; 5000]).unwrap());
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["verify", "--from-every-node"]);
-        let status = cluster.status();
+        let is_expected = |network: &Value| (number(&network["written_bytes"]) > 0) == (expected == "rdma");
+        let status = status_with(&cluster, |status| networks(status).into_iter().all(is_expected));
         for network in networks(&status) {
             assert_eq!(network["transport"], expected);
-            assert_eq!(number(&network["written_bytes"]) > 0, expected == "rdma", "{network}");
+            assert!(is_expected(network), "{network}");
             assert!(expected == "rdma" || network["detail"] == "TCP was asked for", "{network}");
         }
         cluster.down();

@@ -127,7 +127,8 @@ impl Baseline {
     }
 }
 
-async fn until(what: &str, is_so: impl FnMut() -> bool) {
+/// Waits until it is so. A write is counted when the card has told that it is complete, which may be after its bytes have been used.
+pub(crate) async fn until(what: &str, is_so: impl FnMut() -> bool) {
     until_within(TIMEOUT, what, is_so).await;
 }
 
@@ -352,7 +353,7 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     reading.await.unwrap();
     until("RDMA again", || nodes.ours.fallen_back().is_empty()).await;
     nodes.pull(b"bulk", &[100_000; 16]).await;
-    assert!(nodes.written() > written + 1_500_000, "by RDMA");
+    until("it goes by RDMA", || nodes.written() > written + 1_500_000).await;
     assert!(nodes.ours.status().failed > 0);
     before.assert_restored().await;
     assert!(nodes.region.slot_within(47 << 20, TIMEOUT).await.is_some(), "all slots are free again");
@@ -381,7 +382,9 @@ async fn requests_with_unregistered_memory_also_succeed() {
     let written = theirs.status().written_bytes;
     pull(&connection, &region, b"bulk", &[1000; 8]).await;
     let offered = connection.offer(b"take".to_vec(), region.slot(0).unwrap(), 0, TIMEOUT).await.unwrap();
-    assert_eq!((offered.message, theirs.status().written_bytes), (b"take".to_vec(), written));
+    assert_eq!(offered.message, b"take");
+    // Earlier answers, which are short, may be counted only now.
+    assert!(theirs.status().written_bytes < written + 8 * 1000, "by TCP");
 }
 
 /// Records the events of a queue pair.
