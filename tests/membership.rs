@@ -76,7 +76,8 @@ impl SlowStageIn {
     fn begin(cluster: &Cluster, source: &str, node: u16, target: &str) -> Self {
         let source = cluster.at(source);
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--max-rate", "600K", source.to_str().unwrap(), target]).env("DAYFLY_NODE", node.to_string());
+        command.args(["stage-in", "--keep-going", "--max-rate", "600K", source.to_str().unwrap(), target]);
+        command.env("DAYFLY_NODE", node.to_string());
         let mut command = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let (mut messages, mut seen) = (BufReader::new(command.stderr.take().unwrap()), String::new());
         while !seen.contains("staging in ") {
@@ -87,9 +88,14 @@ impl SlowStageIn {
     }
 
     /// Waits for the stage-in, which must succeed, and returns its messages.
-    fn finish(mut self) -> String {
+    fn finish(self) -> String {
+        self.finish_with(0)
+    }
+
+    /// Waits for the stage-in, which must exit with a status, and returns its messages.
+    fn finish_with(mut self, status: i32) -> String {
         self.messages.read_to_string(&mut self.seen).unwrap();
-        assert!(self.command.wait().unwrap().success(), "{}", self.seen);
+        assert_eq!(self.command.wait().unwrap().code(), Some(status), "{}", self.seen);
         self.seen
     }
 }
@@ -260,6 +266,19 @@ fn a_stage_in_begins_again_when_its_coordinator_is_lost() {
         live.iter().for_each(|&node| read_all(&cluster, node, "e"));
         end_from(&cluster, 1);
     }
+}
+
+/// SEMANTICS: "If it left out anything, `stage-in` exits with 3, and `run` continues."
+#[test]
+fn a_stage_in_that_begins_again_still_says_what_it_left_out() {
+    let cluster = session();
+    let whole = fs::read(cluster.at("a.tar")).unwrap();
+    fs::write(cluster.at("cut.tar"), &whole[..whole.len() / 2]).unwrap();
+    let stage_in = SlowStageIn::begin(&cluster, "cut.tar", 1, "/dayfly/d");
+    cluster.kill(0);
+    let messages = stage_in.finish_with(3);
+    assert!(messages.contains("begins again") && messages.contains("cut.tar"), "{messages}");
+    end_from(&cluster, 1);
 }
 
 fn stage_on(cluster: &Cluster, node: u16, source: &str, target: &str) {

@@ -210,8 +210,8 @@ impl Recovery {
         self.progress.reset(lost, datasets, if self.timeout.is_zero() { 0 } else { datasets });
     }
 
-    /// Recovers all datasets, and does so again whenever room has been planned again or some blocks have failed. Runs until it is
-    /// dropped.
+    /// Recovers all datasets, and does so again whenever room has been planned again, and after a while if some blocks have failed or
+    /// drives were full. Runs until it is dropped.
     async fn recover(&self, lost: &NodeSet) {
         let mut pace = Pace::new(self.rate);
         let mut pause = RECOVERY_PAUSE_MIN;
@@ -219,8 +219,10 @@ impl Recovery {
             let plan = self.room.plans();
             let datasets = self.store.datasets();
             self.progress.read.begin_pass(datasets.len());
+            self.store.forget_full_drives();
+            let mut was_room = true;
             for dataset in datasets {
-                self.recover_dataset(&dataset, lost, &mut pace).await;
+                was_room &= self.recover_dataset(&dataset, lost, &mut pace).await;
             }
             let RecoveryStatus { wanted, recovered, failed, .. } = self.progress.read.status();
             if recovered.count > 0 || failed.count > 0 {
@@ -228,20 +230,22 @@ impl Recovery {
                 tracing::info!(wanted = wanted.count, blocks, bytes, failures, "recovered blocks of lost nodes");
             }
             let again = Instant::now() + pause;
-            while self.room.plans() == plan && (failed.count == 0 || Instant::now() < again) {
+            let is_done = was_room && failed.count == 0;
+            while self.room.plans() == plan && (is_done || Instant::now() < again) {
                 sleep(RECOVERY_LOOK_INTERVAL).await;
             }
             pause = if self.room.plans() == plan { (pause * 2).min(RECOVERY_PAUSE_MAX) } else { RECOVERY_PAUSE_MIN };
         }
     }
 
-    async fn recover_dataset(&self, dataset: &Arc<Dataset>, lost: &NodeSet, pace: &mut Pace) {
+    /// Recovers a dataset. Returns `false` if the drives did not have room for all blocks that the plan has room for.
+    async fn recover_dataset(&self, dataset: &Arc<Dataset>, lost: &NodeSet, pace: &mut Pace) -> bool {
         let mut after = None;
         loop {
             // If compressed tars are not read again, their blocks can only come from other nodes, like those that are read by themselves.
             let (scanned, lost, with_streamed) = (dataset.clone(), *lost, self.timeout.is_zero());
             let scan = move || window(&scanned, &lost, after, RECOVERY_WINDOW_BLOCKS, with_streamed);
-            let Ok(Window { blocks, is_last, found }) = self.blocking.run(scan).await else { return };
+            let Ok(Window { blocks, is_last, found }) = self.blocking.run(scan).await else { return true };
             if after.is_none() {
                 self.progress.read.count(found);
             }
@@ -249,12 +253,12 @@ impl Recovery {
             while !rest.is_empty() {
                 let batch = self.next_batch(dataset, &mut rest);
                 if !self.recover_batch(dataset, &batch, pace).await {
-                    return;
+                    return dataset.is_gone();
                 }
             }
             after = blocks.last().copied();
             if is_last {
-                return;
+                return true;
             }
         }
     }

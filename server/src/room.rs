@@ -155,6 +155,7 @@ impl Room {
     /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
+        self.store.forget_full_drives();
         let missing = move |room: &Self| room.store.headroom_missing(bytes);
         if self.on_drives(missing).await? == 0 {
             return Ok(());
@@ -166,7 +167,7 @@ impl Room {
 
     /// Stops caching, because a stage-in needs the room. Caching resumes when [`Self::plan_cache`] finds no stage-in.
     pub(crate) fn pause_caching(&self) {
-        self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().set_paused(true));
+        self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().pause());
         // As long as cached blocks can be evicted, the stage-in's blocks do not use the headroom.
         self.store.protect_headroom(self.has_partial_stage_in() || self.store.cached_room() > 0);
     }
@@ -178,6 +179,7 @@ impl Room {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let lost = self.peers.roster().lost();
         let planned = self.on_drives(move |room| {
+            room.store.forget_full_drives();
             let datasets = room.store.datasets();
             datasets.iter().for_each(|dataset| dataset.set_lost(&lost));
             let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
@@ -199,7 +201,7 @@ impl Room {
         let raised = self.on_drives(move |room| {
             room.store.datasets().iter().try_for_each(|dataset| {
                 dataset.raise_cache_threshold(dataset.cache_threshold(shares))?;
-                dataset.cached_blocks().set_paused(false);
+                dataset.cached_blocks().resume();
                 Ok(())
             })
         });

@@ -167,13 +167,24 @@ impl Store {
         self.drives.iter().any(has)
     }
 
+    /// Returns whether our capacity on one drive has room for `bytes` of blocks, whatever other programs have left of its file system.
+    pub(crate) fn has_capacity(&self, bytes: u64) -> bool {
+        self.drives.iter().any(|drive| drive.free_of_share() >= bytes.saturating_add(drive.left_for_catalogs()))
+    }
+
+    /// Forgets which drives have been full, because other programs may have made room on them. A drive that is still full is found
+    /// to be so at the next write.
+    pub(crate) fn forget_full_drives(&self) {
+        self.drives.iter().for_each(|drive| drive.set_not_full());
+    }
+
     /// Lets segments use the headroom. Returns whether they had to leave it free
     /// before; if so, a stage-in that found no room should try again.
     pub(crate) fn release_headroom(&self) -> bool {
         let was_protected = self.drives.iter().any(|drive| drive.protected_headroom() > 0);
         self.protect_headroom(false);
         if was_protected {
-            self.drives.iter().for_each(|drive| drive.set_not_full());
+            self.forget_full_drives();
         }
         was_protected
     }

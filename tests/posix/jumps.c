@@ -25,6 +25,9 @@ static int files, ends[2];
 static sigjmp_buf back;
 static volatile sig_atomic_t is_armed;
 static volatile int number = -1;
+/* The file that is being read, and the offset before the read under way; -1 if none is. */
+static volatile unsigned reading;
+static volatile long offset_before = -1;
 static timer_t timer;
 static char bytes[1 << 20], expected[1 << 20];
 
@@ -50,12 +53,15 @@ static void work(unsigned seed) {
     char path[512];
     struct stat stat_;
     for (;;) {
-        at(path, folder, rand_r(&seed));
+        reading = rand_r(&seed);
+        at(path, folder, reading);
         stat(path, &stat_);
         access(path, R_OK);
         number = open(path, O_RDONLY | O_CLOEXEC);
         fstat(number, &stat_);
-        while (read(number, bytes, 100000) > 0) {}
+        do offset_before = lseek(number, 0, SEEK_CUR);
+        while (read(number, bytes, 100000) > 0);
+        offset_before = -1;
         pread(number, bytes, 5000, 0);
         lseek(number, 0, SEEK_SET);
         if (seed % 16 == 0) {
@@ -91,6 +97,16 @@ static void compare(unsigned which) {
     if (close(ours) != 0 || close(other) != 0) wrong("close", errno);
 }
 
+/* Compares what the interrupted read has taken, which is what the offset says, with what it has stored. */
+static void compare_taken(void) {
+    char path[512];
+    long taken = lseek(number, 0, SEEK_CUR) - offset_before;
+    int other = open(at(path, plain, reading), O_RDONLY);
+    if (taken < 0 || taken > 100000) wrong("bytes taken", taken);
+    if (pread(other, expected, taken, offset_before) != taken || memcmp(bytes, expected, taken) != 0) wrong("not stored, but taken", taken);
+    close(other);
+}
+
 static long memory(void) {
     long pages = 0, resident = 0;
     FILE *statm = fopen("/proc/self/statm", "r");
@@ -114,6 +130,8 @@ static void jump(int count) {
             timer_settime(timer, 0, &when, NULL);
             work(i);
         }
+        if (number >= 0 && offset_before >= 0) compare_taken();
+        offset_before = -1;
         if (number >= 0) close(number);
         number = -1;
         sigset_t mask, none;

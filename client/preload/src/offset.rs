@@ -201,25 +201,23 @@ impl Offset {
         self.store(offset);
     }
 
-    /// Claims the next bytes, at most `len` bytes and none beyond `size`. Returns their start and their count. Two readers of one
-    /// description never get the same bytes. `None` where the kernel has the offset: read from the kernel copy instead.
-    pub(crate) fn claim(&self, len: u64, size: u64) -> Option<(u64, u64)> {
-        if self.kernel().is_some() {
-            return None;
-        }
-        loop {
-            let (word, start) = self.value()?;
-            let count = len.min(size.saturating_sub(start));
-            if count == 0 || word.compare_exchange_weak(start, start + count, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
-                return Some((start, count));
-            }
-        }
+    /// Returns the offset at which to read. `None` where the kernel has the offset: read from the kernel copy instead.
+    pub(crate) fn position(&self) -> Option<u64> {
+        self.kernel().is_none().then(|| self.value())?.map(|(_, offset)| offset)
     }
 
-    /// Gives back the claimed bytes after the first `done`, which could not be read. If another reader has claimed more since then,
-    /// this does nothing, and that reader keeps its bytes.
-    pub(crate) fn unclaim(&self, start: u64, count: u64, done: u64) {
-        let _ = self.word().compare_exchange(start + count, start + done, Ordering::AcqRel, Ordering::Relaxed);
+    /// Takes the bytes that have been read at `start`: moves the offset behind them. Returns `false` if the offset has changed since
+    /// then, for example because another reader has taken bytes. So two readers of one description never get the same bytes.
+    pub(crate) fn advance(&self, start: u64, len: u64) -> bool {
+        while self.kernel().is_none()
+            && let Some((word, now)) = self.value()
+            && now == start
+        {
+            if word.compare_exchange_weak(start, start + len, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                return true;
+            }
+        }
+        false
     }
 }
 
@@ -322,7 +320,7 @@ mod tests {
         offset.store(7);
         share([&offset].into_iter());
         assert!(offset.shared().is_some());
-        assert_eq!((offset.claim(3, 100), offset.load()), (Some((7, 3)), 10));
+        assert_eq!((offset.position(), offset.advance(7, 3), offset.load()), (Some(7), true, 10));
         share([&offset].into_iter());
         assert_eq!(offset.load(), 10);
         offset.store(u64::MAX >> 2);
@@ -336,21 +334,19 @@ mod tests {
         share([&offset].into_iter());
         assert!(offset.kernel().is_none());
         offset.hand_over(offset.kernel_copy().unwrap().number());
-        assert!(offset.kernel().is_some() && offset.claim(1, 100).is_none());
+        assert!(offset.kernel().is_some() && offset.position().is_none() && !offset.advance(20, 1));
         assert_eq!(offset.load(), 20);
         offset.store(21);
         assert_eq!(offset.load(), 21);
     }
 
     #[test]
-    fn bytes_are_claimed_once_and_not_beyond_the_end() {
+    fn bytes_are_taken_once() {
         let offset = Offset::new();
-        assert_eq!(offset.claim(4, 10), Some((0, 4)));
-        assert_eq!(offset.claim(100, 10), Some((4, 6)));
-        assert_eq!(offset.claim(1, 10), Some((10, 0)));
-        offset.unclaim(4, 6, 2);
-        assert_eq!(offset.load(), 6);
-        offset.store(20);
-        assert_eq!(offset.claim(1, 10), Some((20, 0)));
+        assert!(offset.advance(0, 4) && offset.load() == 4);
+        assert!(!offset.advance(0, 4), "another reader has taken them");
+        assert!(offset.advance(4, 6) && offset.load() == 10);
+        offset.store(2);
+        assert!(!offset.advance(10, 1) && offset.load() == 2);
     }
 }

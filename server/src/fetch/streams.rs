@@ -34,14 +34,30 @@ enum Work {
     Running {
         is_demanded: bool,
     },
-    /// All its blocks that there is room for have been stored.
+    /// All its blocks that this plan of the cache has room for have been stored.
     Done {
+        at: Instant,
+        plan: u64,
+    },
+    /// The plan has room for its blocks, but the drives have none for some of them, at least not at this moment.
+    NoRoom {
         at: Instant,
     },
     Failed {
         at: Instant,
         reason: String,
     },
+}
+
+/// How the streamer's work on a source has ended.
+pub(crate) enum StreamEnd {
+    /// All blocks are here that this plan of the cache has room for.
+    Done { plan: u64 },
+    /// The drives have no room for blocks that the plan has room for. Other programs may fill them.
+    NoRoom,
+    /// Whether there is room is not known, because a stage-in has begun.
+    Paused,
+    Failed(String),
 }
 
 /// A reader's node that waits for a source.
@@ -83,8 +99,9 @@ impl Streams {
         self.work().retain(|_, work| matches!(work, Work::Demanded));
     }
 
-    /// Records that a reader wants a block of a source that this node lacks.
-    fn demand(&self, key: SourceKey) -> Late {
+    /// Records that a reader wants a block of a source that this node lacks. `plan` is the plan of the cache that is in force, and
+    /// `is_selected` says whether it has room for the block.
+    fn demand(&self, key: SourceKey, plan: u64, is_selected: bool) -> Late {
         let mut all = self.work();
         if all.len() >= STREAMS_MAX && !all.contains_key(&key) {
             return Late::Wait;
@@ -93,8 +110,12 @@ impl Streams {
         match work {
             Work::Demanded => {}
             Work::Running { is_demanded } => *is_demanded = true,
-            Work::Done { at } | Work::Failed { at, .. } if at.elapsed() > RECOVERY_PAUSE_MIN => *work = Work::Demanded,
-            Work::Done { .. } => return Late::Failed("it has no room to keep the block".to_owned()),
+            Work::Done { plan: old, .. } if *old != plan => *work = Work::Demanded,
+            Work::Done { at, .. } | Work::NoRoom { at } | Work::Failed { at, .. } if at.elapsed() > RECOVERY_PAUSE_MIN => {
+                *work = Work::Demanded;
+            }
+            Work::NoRoom { .. } if is_selected => return Late::Wait,
+            Work::Done { .. } | Work::NoRoom { .. } => return Late::Failed("it has no room to keep the block".to_owned()),
             Work::Failed { reason, .. } => return Late::Failed(reason.clone()),
         }
         drop(all);
@@ -122,9 +143,15 @@ impl Streams {
         self.work().insert(key, Work::Running { is_demanded });
     }
 
-    pub(crate) fn end(&self, key: SourceKey, outcome: Result<(), String>) {
-        let at = Instant::now();
-        self.work().insert(key, outcome.map_or_else(|reason| Work::Failed { at, reason }, |()| Work::Done { at }));
+    pub(crate) fn end(&self, key: SourceKey, end: StreamEnd) {
+        let (at, mut all) = (Instant::now(), self.work());
+        match end {
+            StreamEnd::Done { plan } => drop(all.insert(key, Work::Done { at, plan })),
+            StreamEnd::NoRoom => drop(all.insert(key, Work::NoRoom { at })),
+            StreamEnd::Failed(reason) => drop(all.insert(key, Work::Failed { at, reason })),
+            // The next reader who asks makes this node begin again.
+            StreamEnd::Paused => drop(all.remove(&key)),
+        }
     }
 
     /// Records that the streamer has said that a block is late. Nobody on this node asks for the source until a pause is over.
@@ -232,7 +259,8 @@ impl Fetcher {
         if !dataset.is_to_come_back(chunk.block) && !dataset.takes_over(chunk.block, &self.peers.roster().lost()) {
             return Late::Wait;
         }
-        self.streams.demand(Self::source_key(dataset, chunk))
+        let (plan, is_selected) = (dataset.cached_blocks().plan(), dataset.is_selected(chunk.block));
+        self.streams.demand(Self::source_key(dataset, chunk), plan, is_selected)
     }
 }
 
@@ -245,17 +273,27 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_streamer_answers_late_until_it_is_done_and_tries_again_after_a_while() {
         let streams = Streams::default();
-        assert_eq!((streams.demand(KEY), streams.next_demand()), (Late::Wait, Some(KEY)));
+        let demand = || streams.demand(KEY, 1, true);
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
         streams.begin(KEY);
-        assert_eq!((streams.demand(KEY), streams.next_demand(), streams.is_demanded(KEY)), (Late::Wait, None, true));
-        streams.end(KEY, Err("the source is gone".to_owned()));
-        assert_eq!(streams.demand(KEY), Late::Failed("the source is gone".to_owned()));
+        assert_eq!((demand(), streams.next_demand(), streams.is_demanded(KEY)), (Late::Wait, None, true));
+        streams.end(KEY, StreamEnd::Failed("the source is gone".to_owned()));
+        assert_eq!(demand(), Late::Failed("the source is gone".to_owned()));
         tokio::time::advance(RECOVERY_PAUSE_MIN * 2).await;
-        assert_eq!((streams.demand(KEY), streams.next_demand()), (Late::Wait, Some(KEY)));
-        streams.end(KEY, Ok(()));
-        assert!(matches!(streams.demand(KEY), Late::Failed(_)), "it has not kept the block");
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
+        streams.end(KEY, StreamEnd::Done { plan: 1 });
+        assert!(matches!(demand(), Late::Failed(_)), "it has not kept the block");
         streams.forget_work();
-        assert_eq!(streams.demand(KEY), Late::Wait, "other members are lost now");
+        assert_eq!(demand(), Late::Wait, "other members are lost now");
+        streams.end(KEY, StreamEnd::Done { plan: 0 });
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "the room has been divided again");
+        streams.end(KEY, StreamEnd::Paused);
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "a stage-in has begun");
+        streams.end(KEY, StreamEnd::NoRoom);
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, None), "others may make room");
+        assert!(matches!(streams.demand(KEY, 1, false), Late::Failed(_)), "there is never room for this block");
+        tokio::time::advance(RECOVERY_PAUSE_MIN * 2).await;
+        assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
     }
 
     #[tokio::test(start_paused = true)]

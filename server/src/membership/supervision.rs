@@ -89,7 +89,7 @@ enum State {
         ticks: u32,
     },
     Lost,
-    /// A lost member that was told so many ticks ago to catch up.
+    /// A lost member that was told to catch up, and has been silent for so many ticks.
     Returning {
         silent_ticks: u32,
     },

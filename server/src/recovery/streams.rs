@@ -22,7 +22,7 @@ use super::Recovery;
 use super::pace::Pace;
 use super::scan::{streamed_blocks, streamed_sources};
 use crate::blocking::JobLost;
-use crate::fetch::streams::SourceKey;
+use crate::fetch::streams::{SourceKey, StreamEnd};
 use crate::store::Dataset;
 
 /// Chunks that were unpacked, and the bytes of the source that were read for them.
@@ -31,6 +31,29 @@ struct Part {
     chunks: Vec<(Chunk, Arc<Vec<u8>>)>,
     len: usize,
     source_bytes: u64,
+}
+
+/// What has become of blocks that were read again.
+enum Kept {
+    /// All are here for which the plan of the cache has room.
+    All,
+    /// The drives did not take some. The shortest of these has this length in bytes.
+    Part { shortest: u64 },
+}
+
+impl Kept {
+    fn of(dataset: &Dataset, blocks: &[BlockId]) -> Self {
+        let absent = blocks.iter().filter(|block| !dataset.is_local(**block) && dataset.is_selected(**block));
+        let lens = absent.map(|block| dataset.catalog().block(*block).map_or(0, |(_, len)| len));
+        lens.min().map_or(Self::All, |shortest| Self::Part { shortest })
+    }
+}
+
+/// Waits until caching goes on: until the stage-ins under way have ended, and the first plan for the dataset has been made.
+async fn wait_while_paused(dataset: &Dataset) {
+    while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
+        sleep(RECOVERY_LOOK_INTERVAL).await;
+    }
 }
 
 impl Recovery {
@@ -83,7 +106,10 @@ impl Recovery {
         while let Some((dataset, source)) = self.fetcher.streams().next_demand() {
             match self.store.dataset(dataset) {
                 Some(dataset) => drop(self.stream(&dataset, source, lost, None).await),
-                None => self.fetcher.streams().end((dataset, source), Err("the dataset is gone".to_owned())),
+                None => {
+                    let gone = StreamEnd::Failed("the dataset is gone".to_owned());
+                    self.fetcher.streams().end((dataset, source), gone);
+                }
             }
         }
     }
@@ -93,27 +119,37 @@ impl Recovery {
     async fn stream(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet, mut pace: Option<&mut Pace>) -> bool {
         let (streams, key) = (self.fetcher.streams(), (dataset.id(), source));
         streams.begin(key);
+        self.store.forget_full_drives();
+        let plan = dataset.cached_blocks().plan();
         let outcome = match self.wanted_of(dataset, source, lost, pace.as_deref_mut()).await {
-            Ok(blocks) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
+            Ok(ControlFlow::Continue(blocks)) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
+            Ok(ControlFlow::Break(kept)) => Ok(kept),
             Err(error) => Err(error.to_string()),
         };
-        if let Err(reason) = &outcome {
-            tracing::warn!(dataset = dataset.id().0, source, reason, "cannot read blocks of a compressed tar again");
-        }
-        let is_done = outcome.is_ok();
-        streams.end(key, outcome);
-        is_done
+        let is_read = outcome.is_ok();
+        let end = match outcome {
+            Ok(Kept::All) => StreamEnd::Done { plan },
+            Ok(Kept::Part { .. }) if dataset.cached_blocks().is_paused() => StreamEnd::Paused,
+            Ok(Kept::Part { shortest }) if dataset.segments().can_cache() && self.store.has_capacity(shortest) => StreamEnd::NoRoom,
+            Ok(Kept::Part { .. }) => StreamEnd::Done { plan },
+            Err(reason) => {
+                tracing::warn!(dataset = dataset.id().0, source, reason, "cannot read blocks of a compressed tar again");
+                StreamEnd::Failed(reason)
+            }
+        };
+        streams.end(key, end);
+        is_read
     }
 
-    /// Returns the blocks of a tar that have to be read from it. Those that other nodes hold, or have held in place of this one, come
-    /// from there.
+    /// Brings the blocks of a tar that other nodes hold, or have held in place of this one. Returns the others, which have to be read
+    /// from the tar, unless that is of no use: then returns what has become of the blocks.
     async fn wanted_of(
         &self,
         dataset: &Arc<Dataset>,
         source: u32,
         lost: &NodeSet,
         mut pace: Option<&mut Pace>,
-    ) -> Result<Vec<BlockId>, JobLost> {
+    ) -> Result<ControlFlow<Kept, Vec<BlockId>>, JobLost> {
         let (scanned, lost_now) = (dataset.clone(), *lost);
         let mut blocks = self.blocking.run(move || streamed_blocks(&scanned, &lost_now, source)).await?;
         let is_held = |block: &BlockId| dataset.is_refilled() || dataset.has_surviving_copy(*block, lost);
@@ -129,10 +165,8 @@ impl Recovery {
             };
             let count = rest.iter().take(RECOVERY_BATCH_BLOCKS_MAX).take_while(fits).count().max(1);
             let (batch, others) = rest.split_at(count);
-            while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
-                sleep(RECOVERY_LOOK_INTERVAL).await;
-            }
-            let plan = self.room.plans();
+            wait_while_paused(dataset).await;
+            let plan = dataset.cached_blocks().plan();
             // Readers may have brought some of these blocks, and the plan may have changed.
             let is_absent = |block: &BlockId| !dataset.is_local(*block) && dataset.is_selected(*block);
             let absent: Vec<BlockId> = batch.iter().copied().filter(is_absent).collect();
@@ -140,22 +174,30 @@ impl Recovery {
             let recovered = total(&outcome.recovered);
             self.progress.streamed.recovered.add(recovered);
             if dataset.is_gone() {
-                return Ok(Vec::new());
+                return Ok(ControlFlow::Break(Kept::All));
             }
             if let Some(pace) = pace.as_deref_mut() {
                 self.pass_in_background((dataset.id(), source), recovered.bytes, lost, pace).await;
             }
-            let is_planned_again = dataset.cached_blocks().is_paused() || self.room.plans() != plan;
+            let is_planned_again = dataset.cached_blocks().is_paused() || dataset.cached_blocks().plan() != plan;
             match outcome.is_full {
                 false => rest = others,
                 // A stage-in has begun or ended meanwhile, so this says nothing about the room.
                 true if is_planned_again => {}
                 // There is no room for what the tar has either.
-                true => return Ok(Vec::new()),
+                true => return Ok(ControlFlow::Break(Kept::of(dataset, &absent))),
             }
         }
+        // Until then, no plan says which blocks there is room for.
+        wait_while_paused(dataset).await;
         blocks.retain(|block| !dataset.is_local(*block) && dataset.is_selected(*block));
-        Ok(blocks)
+        if let Kept::Part { shortest } = Kept::of(dataset, &blocks) {
+            let store = self.store.clone();
+            if !self.blocking.run(move || store.has_room(shortest)).await? {
+                return Ok(ControlFlow::Break(Kept::Part { shortest }));
+            }
+        }
+        Ok(ControlFlow::Continue(blocks))
     }
 
     async fn stream_blocks(
@@ -165,9 +207,9 @@ impl Recovery {
         blocks: Vec<BlockId>,
         lost: &NodeSet,
         mut pace: Option<&mut Pace>,
-    ) -> Result<(), String> {
+    ) -> Result<Kept, String> {
         if blocks.is_empty() {
-            return Ok(());
+            return Ok(Kept::All);
         }
         let key = (dataset.id(), source);
         let limit = self.peers.deadlines().origin;
@@ -199,7 +241,8 @@ impl Recovery {
             }
         };
         let reader = self.fetcher.stream_reader();
-        let read = dataset.clone();
+        let (read, blocks) = (dataset.clone(), Arc::new(blocks));
+        let wanted = blocks.clone();
         let mut reading = Box::pin(self.blocking.run(move || {
             let result = reader.stream(read.catalog(), source, &blocks, &mut |streamed| take(Some(streamed)));
             // What was read before a failure is good.
@@ -213,11 +256,9 @@ impl Recovery {
                 Ok(None) => break,
                 Err(_) => return Err(format!("its source did not answer for {} s", limit.as_secs())),
             };
-            while dataset.cached_blocks().is_paused() && !dataset.is_gone() {
-                sleep(RECOVERY_LOOK_INTERVAL).await;
-            }
+            wait_while_paused(dataset).await;
             if dataset.is_gone() {
-                return Ok(());
+                return Ok(Kept::All);
             }
             if let Some(pace) = pace.as_deref_mut() {
                 self.pass_in_background(key, part.source_bytes, lost, pace).await;
@@ -227,7 +268,7 @@ impl Recovery {
             self.progress.streamed.recovered.add(read);
         }
         match reading.as_mut().await {
-            Ok(Ok(())) => Ok(()),
+            Ok(Ok(())) => Ok(Kept::of(dataset, &wanted)),
             Ok(Err(error)) => Err(error.to_string()),
             Err(error) => Err(error.to_string()),
         }

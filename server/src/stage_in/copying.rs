@@ -17,7 +17,7 @@ use tracing::Instrument;
 
 use super::landing::ROOM_ATTEMPTS_MAX;
 use super::{NodeStageIn, NodeStageInError};
-use crate::copies::{Pulled as Read, parts, pull};
+use crate::copies::{self, parts, pull};
 use crate::store::{BlockPosition, Dataset, Window, WindowSelection, room_for};
 
 /// While a node looks for the blocks to copy, each time that it has looked at so many samples counts as progress.
@@ -45,7 +45,7 @@ impl Copying {
 }
 
 /// Chunks that one request brings: whole blocks, or one chunk of a larger block.
-struct Pulled {
+struct PulledBlocks {
     chunks: Vec<Chunk>,
     bytes: Vec<Vec<u8>>,
 }
@@ -131,11 +131,11 @@ impl NodeStageIn {
         });
         let pulling = parts(dataset, chunks).into_iter().flat_map(|part| whole_blocks(dataset, part)).map(|chunks| async move {
             let Some(read) = self.pull_from(owner, dataset, &chunks).await? else {
-                return Ok(Pulled { chunks, bytes: Vec::new() });
+                return Ok(PulledBlocks { chunks, bytes: Vec::new() });
             };
             let bytes: Option<Vec<Vec<u8>>> = read.found.into_iter().collect();
             let reason = read.reason.unwrap_or_else(|| "its copy is damaged".to_owned());
-            bytes.map(|bytes| Pulled { chunks, bytes }).ok_or(NodeStageInError::NoGoodCopy { owner, reason })
+            bytes.map(|bytes| PulledBlocks { chunks, bytes }).ok_or(NodeStageInError::NoGoodCopy { owner, reason })
         });
         let mut pulled = stream::iter(pulling).buffered(COPY_REQUESTS);
         let mut partial = None;
@@ -147,7 +147,7 @@ impl NodeStageIn {
 
     /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost or has returned; then there is
     /// nothing to copy.
-    async fn pull_from(&self, owner: NodeId, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Result<Option<Read>, NodeStageInError> {
+    async fn pull_from(&self, owner: NodeId, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Result<Option<copies::Pulled>, NodeStageInError> {
         let (start, peers) = (Instant::now(), &self.context.peers);
         let patience = self.deadlines().lost_after + self.deadlines().node_silent;
         loop {
@@ -169,12 +169,12 @@ impl NodeStageIn {
     async fn store(
         self: &Arc<Self>,
         dataset: &Arc<Dataset>,
-        pulled: Pulled,
+        pulled: PulledBlocks,
         partial: Partial,
         progress: &Copying,
         is_required: bool,
     ) -> Result<Partial, NodeStageInError> {
-        let Pulled { chunks, bytes } = pulled;
+        let PulledBlocks { chunks, bytes } = pulled;
         let Some(&first) = chunks.first() else { return Ok(partial) };
         let catalog = dataset.catalog();
         let block_len = catalog.block(first.block).map_or(0, |(_, len)| len);

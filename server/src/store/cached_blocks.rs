@@ -31,12 +31,13 @@ const ALL: u64 = 1 << 32;
 const ROOM_PERMILLE: u64 = 985;
 
 /// The cached blocks of one dataset.
-#[derive(Default)]
 pub(crate) struct CachedBlocks {
     /// Blocks whose rank is below this are cached.
     threshold: AtomicU64,
-    /// Set while a stage-in runs: then no further block is cached.
+    /// Set while a stage-in runs, and until the first plan: then no further block is cached.
     is_paused: AtomicBool,
+    /// The number of times that caching has gone on after a plan.
+    plans: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
     /// Held while blocks are allocated, written and published, and while they are withdrawn and freed.
@@ -76,6 +77,18 @@ fn hash(block: BlockId, seed: u64) -> u64 {
 }
 
 impl CachedBlocks {
+    /// Nothing is cached until a plan has been made.
+    pub(super) fn new() -> Self {
+        Self {
+            threshold: AtomicU64::new(0),
+            is_paused: AtomicBool::new(true),
+            plans: AtomicU64::new(0),
+            blocks: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            writing: Mutex::default(),
+        }
+    }
+
     /// Returns the number of published blocks, and their bytes.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.blocks.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
@@ -91,9 +104,20 @@ impl CachedBlocks {
         self.threshold.load(Ordering::Relaxed)
     }
 
-    /// Stops or resumes the caching of further blocks. Cached blocks stay.
-    pub(crate) fn set_paused(&self, is_paused: bool) {
-        self.is_paused.store(is_paused, Ordering::Relaxed);
+    /// Stops the caching of further blocks. Cached blocks stay.
+    pub(crate) fn pause(&self) {
+        self.is_paused.store(true, Ordering::Release);
+    }
+
+    /// Goes on with the caching of blocks, as a new plan has room for them.
+    pub(crate) fn resume(&self) {
+        self.plans.fetch_add(1, Ordering::Release);
+        self.is_paused.store(false, Ordering::Release);
+    }
+
+    /// Returns a number that changes whenever caching goes on after a plan.
+    pub(crate) fn plan(&self) -> u64 {
+        self.plans.load(Ordering::Acquire)
     }
 
     /// Records that ranks have changed, so that blocks that are cached may have ranks above the threshold.
@@ -102,7 +126,7 @@ impl CachedBlocks {
     }
 
     pub(crate) fn is_paused(&self) -> bool {
-        self.is_paused.load(Ordering::Relaxed)
+        self.is_paused.load(Ordering::Acquire)
     }
 
     fn add(&self, len: u64) {

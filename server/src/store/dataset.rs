@@ -142,7 +142,7 @@ impl NewDataset<'_> {
         }
         let locations_file = read_only(&table)?;
         let gone = Arc::new(AtomicBool::new(false));
-        let (locations, cached_blocks) = (Arc::new(locations), CachedBlocks::default());
+        let (locations, cached_blocks) = (Arc::new(locations), CachedBlocks::new());
         Ok(Dataset {
             id,
             request,

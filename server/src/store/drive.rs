@@ -141,6 +141,11 @@ impl Drive {
         self.capacity().saturating_sub(self.used())
     }
 
+    /// Returns the part of our capacity that is free, even if the file system has been full.
+    pub(super) fn free_of_share(&self) -> u64 {
+        self.share.saturating_sub(self.used())
+    }
+
     pub(super) fn device(&self) -> u64 {
         self.device
     }
@@ -182,12 +187,13 @@ impl Drive {
         reservation.grow(bytes).then_some(reservation)
     }
 
-    /// Records that the file system is full although our capacity is not: nothing more is reserved until room is freed.
+    /// Records that the file system is full although our capacity is not: nothing more is reserved until room is freed, or is looked
+    /// for again.
     pub(crate) fn set_full(&self) {
         self.capacity.store(self.used(), Ordering::Relaxed);
     }
 
-    /// Records that room was freed.
+    /// Records that room was freed, or that it is worth looking for it again.
     pub(crate) fn set_not_full(&self) {
         self.capacity.store(self.share, Ordering::Relaxed);
     }

@@ -158,11 +158,16 @@ impl Segments {
     pub(crate) fn reserve_cached(&self, len: u64) -> io::Result<Option<u8>> {
         for drive in self.drives_by_room() {
             let segment = self.segment(drive)?;
-            if segment.room().cached.is_some() && !segment.unsynced.has_failed() && segment.reserve(len)? {
+            if segment.can_cache() && segment.reserve(len)? {
                 return Ok(Some(drive));
             }
         }
         Ok(None)
+    }
+
+    /// Returns whether a drive takes cached blocks, if it has room.
+    pub(crate) fn can_cache(&self) -> bool {
+        self.segments.iter().any(Segment::can_cache)
     }
 
     /// Starts the cached region: blocks that are allocated after this call are cached blocks, and [`Self::free_cached`] can
@@ -339,6 +344,11 @@ impl Segment {
 
     fn sync(&self) -> io::Result<()> {
         self.unsynced.sync(&self.file).map_err(|error| self.drive.loss_error(error))
+    }
+
+    /// Returns whether cached blocks may be written here: not after a failure, nor on a file system that cannot free parts of files.
+    fn can_cache(&self) -> bool {
+        self.room().cached.is_some() && !self.unsynced.has_failed()
     }
 
     fn reserve(&self, len: u64) -> io::Result<bool> {

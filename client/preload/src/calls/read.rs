@@ -133,20 +133,21 @@ fn read_next(view: &View, open: &Description, out: FromC<*mut c_void>, len: size
         Err(libc::EISDIR) if ends_too_high(open.offset.load(), len) => return Err(Fault::Errno(libc::EINVAL)),
         file => file?,
     };
-    let Some((start, count)) = open.offset.claim(len as u64, file.stat().size) else {
-        // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
-        let _deferral = cancellation::uninterrupted();
-        let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
-        // The read does not wait, because the file is in memory or on a drive.
-        let count = read::next(kernel.as_raw_fd(), out, len);
-        return if count < 0 { Err(memory::errno().into()) } else { Ok(count) };
-    };
-    let result = out.start_of_buffer(count as usize).map_err(Fault::Errno).and_then(|out| Ok(view.read_at(file, start, out)?));
-    let done = *result.as_ref().unwrap_or(&0) as u64;
-    if done < count {
-        open.offset.unclaim(start, count, done);
+    while let Some(start) = open.offset.position() {
+        let count = (len as u64).min(file.stat().size.saturating_sub(start));
+        let done = view.read_at(file, start, out.start_of_buffer(count as usize)?)?;
+        // The offset moves last: a signal handler that jumps out of the read leaves the offset where it was. If another reader of the
+        // description was faster, these bytes are that reader's.
+        if done == 0 || open.offset.advance(start, done as u64) {
+            return Ok(done as isize);
+        }
     }
-    result.map(|done| done as isize)
+    // Another program shares the offset, so the kernel keeps it, along with a file that has the same bytes.
+    let _deferral = cancellation::uninterrupted();
+    let kernel = open.offset.kernel().and_then(|copy| copy.get().ok()).ok_or(libc::EIO)?;
+    // The read does not wait, because the file is in memory or on a drive.
+    let count = read::next(kernel.as_raw_fd(), out, len);
+    if count < 0 { Err(memory::errno().into()) } else { Ok(count) }
 }
 
 /// Reads at an offset that the program gives.

@@ -39,6 +39,7 @@ impl Fixture {
         let contents: Vec<Vec<u8>> = (0..FILES).map(|number| content(BlockId(number), len)).collect();
         let dataset = dataset(&drives, &contents, |arrival| StoredBlock { owner: NodeId(1), arrival });
         dataset.raise_cache_threshold(ALL).unwrap();
+        dataset.cached_blocks().resume();
         Self { dataset, drives, failing, len, _folder: folder }
     }
 
@@ -209,6 +210,7 @@ fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
         let threshold = dataset.cache_threshold(shares);
         dataset.lower_cache_threshold(0);
         dataset.raise_cache_threshold(threshold).unwrap();
+        dataset.cached_blocks().resume();
         let chosen: Vec<u32> = (0..400).filter(|&number| dataset.should_cache(BlockId(number))).collect();
         let count = |wanted: bool| chosen.iter().filter(|&&number| is_mine(number) == wanted).count();
         let is_near = |found: usize, expected: usize| {
@@ -239,6 +241,7 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
         let threshold = dataset.cache_threshold(CacheShares::that_fit(room, unstored, dataset.remote_bytes() - unstored));
         dataset.lower_cache_threshold(threshold);
         dataset.raise_cache_threshold(threshold).unwrap();
+        dataset.cached_blocks().resume();
         (0..600).filter(|&block| dataset.rank(BlockId(block)) < threshold).collect::<Vec<u32>>()
     };
     let cache = |blocks: &[u32]| {
@@ -272,7 +275,7 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
     assert!(found().iter().all(|block| ordinary.contains(block)));
 }
 
-/// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Their room comes before that of cached blocks."
+/// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Cached blocks get only the room that these leave."
 #[test]
 fn copies_that_the_stage_in_left_out_are_cached_first_and_their_room_is_counted() {
     let folder = tempfile::tempdir().unwrap();
