@@ -264,47 +264,48 @@ fn a_new_server_gets_the_samples_of_compressed_archives_back() {
 
 /// SEMANTICS: "They also wait while a stage-in runs, and while other programs fill the drives of the node that is to store the samples."
 #[test]
-fn reads_on_a_new_server_wait_until_a_stage_in_has_ended() {
+fn reads_wait_until_a_stage_in_has_ended() {
     let cluster = session(&["--recovery-rate", "0"]);
+    let mut staging = cluster.dayfly();
+    staging.args(["stage-in", "--max-rate", "100K", "tree0", "/dayfly/other"]).current_dir(cluster.work.path());
+    let mut staging = staging.env("DAYFLY_NODE", "0").spawn().unwrap();
+    // This dataset appears while caching stands still, so its room is planned only after that.
     stage(&cluster, "tar.gz");
     lose(&cluster, 3, 0);
-    let mut staging = cluster.dayfly();
-    staging.args(["stage-in", "--max-rate", "300K", "tree0", "/dayfly/other"]).current_dir(cluster.work.path());
-    let mut staging = staging.env("DAYFLY_NODE", "0").spawn().unwrap();
-    // Most of the sources are read after this.
-    std::thread::sleep(Duration::from_secs(1));
-    let rejoined = output_of(cluster.dayfly().args(["rejoin", "3"]).env("DAYFLY_NODE", "0"));
-    assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
     assert!(staging.try_wait().unwrap().is_none(), "the stage-in has ended too soon to test anything");
-    std::thread::scope(|scope| {
-        scope.spawn(|| read_all(&cluster, 3));
-        read_all(&cluster, 0);
-    });
+    read_all(&cluster, 0);
     assert!(staging.wait().unwrap().success());
-    cluster.down();
+    end_from(&cluster, 0);
 }
 
 /// SEMANTICS: "They also wait while a stage-in runs, and while other programs fill the drives of the node that is to store the samples."
 #[test]
 fn reads_wait_while_other_programs_fill_the_drive() {
-    let ground = Ground::new();
-    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
-    let cluster = session_on(ground, &["--recovery-rate", "0", "--data-dir", drive.path().to_str().unwrap()]);
-    stage(&cluster, "tar.gz");
-    lose(&cluster, 3, 0);
-    drive.fill(0);
-    std::thread::scope(|scope| {
-        let reading = scope.spawn(|| read_all(&cluster, 0));
-        std::thread::sleep(Duration::from_secs(2));
-        assert!(!reading.is_finished(), "there is room for all samples");
-        drive.make_room();
-    });
-    // Nothing is read from the archives again.
-    let before = operations(&cluster, 0);
-    (0..3).for_each(|node| read_all(&cluster, node));
-    assert_eq!(operations(&cluster, 0), before);
-    end_from(&cluster, 0);
-    drop(drive);
+    for is_filled_before in [false, true] {
+        let ground = Ground::new();
+        let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+        let cluster = session_on(ground, &["--recovery-rate", "0", "--data-dir", drive.path().to_str().unwrap()]);
+        stage(&cluster, "tar.gz");
+        if is_filled_before {
+            drive.fill(0);
+        }
+        lose(&cluster, 3, 0);
+        if !is_filled_before {
+            drive.fill(0);
+        }
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(|| read_all(&cluster, 0));
+            std::thread::sleep(Duration::from_secs(2));
+            assert!(!reading.is_finished(), "there is room for all samples");
+            drive.make_room();
+        });
+        // Nothing is read from the archives again.
+        let before = operations(&cluster, 0);
+        (0..3).for_each(|node| read_all(&cluster, node));
+        assert_eq!(operations(&cluster, 0), before);
+        end_from(&cluster, 0);
+        drop(drive);
+    }
 }
 
 /// Destroys all copies of many samples on the servers' drives.

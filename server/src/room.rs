@@ -176,15 +176,12 @@ impl Room {
     /// the new share of their dataset.
     pub(crate) async fn plan_cache(self: &Arc<Self>) -> Result<(), RoomError> {
         let _alone = self.planning.lock().await;
-        let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let lost = self.peers.roster().lost();
         let planned = self.on_drives(move |room| {
             room.store.forget_full_drives();
             let datasets = room.store.datasets();
             datasets.iter().for_each(|dataset| dataset.set_lost(&lost));
-            let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
-            let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
-            let shares = CacheShares::that_fit(room.store.free().min(limit), unstored, remote.saturating_sub(unstored));
+            let shares = room.shares(room.store.free());
             datasets.iter().for_each(|dataset| dataset.lower_cache_threshold(dataset.cache_threshold(shares)));
             (shares, room.has_withdrawn())
         });
@@ -214,6 +211,32 @@ impl Room {
             self.prefetcher.fetcher().cache_resident(self.store.datasets());
         }
         Ok(())
+    }
+
+    /// Returns the shares of the blocks that can be cached in `free` bytes.
+    fn shares(&self, free: u64) -> CacheShares {
+        let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
+        let datasets = self.store.datasets();
+        let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
+        let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
+        CacheShares::that_fit(free.min(limit), unstored, remote.saturating_sub(unstored))
+    }
+
+    /// Divides the room again if other programs had filled the drives, and have freed some of that.
+    pub(crate) async fn plan_again_if_freed(self: &Arc<Self>) -> Result<(), RoomError> {
+        let has_grown = |room: &Self| {
+            let shares = room.shares(room.store.free());
+            room.store.datasets().iter().any(|dataset| dataset.can_cache_more(shares))
+        };
+        match !self.has_stage_in() && self.on_drives(has_grown).await? {
+            true => self.plan_cache().await,
+            false => Ok(()),
+        }
+    }
+
+    /// Returns whether more blocks of a dataset could be cached if other programs had left our capacity on the drives free.
+    pub(crate) fn is_taken_by_others(&self, dataset: &Dataset) -> bool {
+        dataset.can_cache_more(self.shares(self.store.free_capacity()))
     }
 
     /// Returns a number that changes whenever room has been divided again and caching goes on.

@@ -167,6 +167,11 @@ impl Store {
         self.drives.iter().any(has)
     }
 
+    /// Returns what [`Self::free`] would be if other programs had left our capacity on the file systems free.
+    pub(crate) fn free_capacity(&self) -> u64 {
+        self.drives.iter().map(|drive| drive.free_of_share()).sum::<u64>() + self.cached_room()
+    }
+
     /// Returns whether our capacity on one drive has room for `bytes` of blocks, whatever other programs have left of its file system.
     pub(crate) fn has_capacity(&self, bytes: u64) -> bool {
         self.drives.iter().any(|drive| drive.free_of_share() >= bytes.saturating_add(drive.left_for_catalogs()))

@@ -39,9 +39,10 @@ enum Work {
         at: Instant,
         plan: u64,
     },
-    /// The plan has room for its blocks, but the drives have none for some of them, at least not at this moment.
+    /// Other programs have left no room for some of its blocks: for blocks that the plan has room for, or for others, too.
     NoRoom {
         at: Instant,
+        is_for_all: bool,
     },
     Failed {
         at: Instant,
@@ -52,9 +53,13 @@ enum Work {
 /// How the streamer's work on a source has ended.
 pub(crate) enum StreamEnd {
     /// All blocks are here that this plan of the cache has room for.
-    Done { plan: u64 },
-    /// The drives have no room for blocks that the plan has room for. Other programs may fill them.
-    NoRoom,
+    Done {
+        plan: u64,
+    },
+    /// Other programs have left no room on the drives for blocks that the plan has room for, or, with `is_for_all`, for others, too.
+    NoRoom {
+        is_for_all: bool,
+    },
     /// Whether there is room is not known, because a stage-in has begun.
     Paused,
     Failed(String),
@@ -111,10 +116,10 @@ impl Streams {
             Work::Demanded => {}
             Work::Running { is_demanded } => *is_demanded = true,
             Work::Done { plan: old, .. } if *old != plan => *work = Work::Demanded,
-            Work::Done { at, .. } | Work::NoRoom { at } | Work::Failed { at, .. } if at.elapsed() > RECOVERY_PAUSE_MIN => {
+            Work::Done { at, .. } | Work::NoRoom { at, .. } | Work::Failed { at, .. } if at.elapsed() > RECOVERY_PAUSE_MIN => {
                 *work = Work::Demanded;
             }
-            Work::NoRoom { .. } if is_selected => return Late::Wait,
+            Work::NoRoom { is_for_all, .. } if is_selected || *is_for_all => return Late::Wait,
             Work::Done { .. } | Work::NoRoom { .. } => return Late::Failed("it has no room to keep the block".to_owned()),
             Work::Failed { reason, .. } => return Late::Failed(reason.clone()),
         }
@@ -147,7 +152,7 @@ impl Streams {
         let (at, mut all) = (Instant::now(), self.work());
         match end {
             StreamEnd::Done { plan } => drop(all.insert(key, Work::Done { at, plan })),
-            StreamEnd::NoRoom => drop(all.insert(key, Work::NoRoom { at })),
+            StreamEnd::NoRoom { is_for_all } => drop(all.insert(key, Work::NoRoom { at, is_for_all })),
             StreamEnd::Failed(reason) => drop(all.insert(key, Work::Failed { at, reason })),
             // The next reader who asks makes this node begin again.
             StreamEnd::Paused => drop(all.remove(&key)),
@@ -289,9 +294,9 @@ mod tests {
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "the room has been divided again");
         streams.end(KEY, StreamEnd::Paused);
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "a stage-in has begun");
-        streams.end(KEY, StreamEnd::NoRoom);
+        streams.end(KEY, StreamEnd::NoRoom { is_for_all: false });
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, None), "others may make room");
-        assert!(matches!(streams.demand(KEY, 1, false), Late::Failed(_)), "there is never room for this block");
+        assert!(matches!(streams.demand(KEY, 1, false), Late::Failed(_)), "our own capacity has no room for this block");
         tokio::time::advance(RECOVERY_PAUSE_MIN * 2).await;
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
     }

@@ -147,7 +147,12 @@ impl NodeStageIn {
 
     /// Reads chunks from their owner. An owner that does not answer is asked again until it is lost or has returned; then there is
     /// nothing to copy.
-    async fn pull_from(&self, owner: NodeId, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Result<Option<copies::Pulled>, NodeStageInError> {
+    async fn pull_from(
+        &self,
+        owner: NodeId,
+        dataset: &Arc<Dataset>,
+        chunks: &[Chunk],
+    ) -> Result<Option<copies::Pulled>, NodeStageInError> {
         let (start, peers) = (Instant::now(), &self.context.peers);
         let patience = self.deadlines().lost_after + self.deadlines().node_silent;
         loop {

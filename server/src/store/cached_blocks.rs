@@ -218,6 +218,11 @@ impl Dataset {
         }
     }
 
+    /// Returns whether these shares select clearly more blocks than the threshold does now.
+    pub(crate) fn can_cache_more(&self, shares: CacheShares) -> bool {
+        self.cache_threshold(shares) > self.cached_blocks().threshold() + ALL / 64
+    }
+
     /// Raises the threshold to `threshold`, so that all blocks whose rank is below it are cached. Does nothing if the present
     /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
