@@ -143,7 +143,7 @@ fn processes_of_the_node_attach_to_the_new_server_by_themselves() {
 /// SEMANTICS: "Processes of the node attach to the new server by themselves, also those that have files open."
 #[test]
 fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order() {
-    // Such a server has freed its blocks, and has said so. Without a handler for SIGBUS, a batch lends nothing in place.
+    // Without a handler for SIGBUS, a batch lends nothing in place.
     dayfly_client::fault::install(nix::libc::sigaction).unwrap();
     let cluster = session();
     let view = cluster.view(2);
@@ -159,7 +159,6 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
     // The heart beats after this process has looked last, so its next look finds no silence.
     std::thread::sleep(Duration::from_millis(500));
     signal(old, Signal::SIGTERM);
-    wait_until("its processes know", || view.session().is_gone());
     wait_until("node 2 is lost", || is_lost(&cluster, 2));
     let (succeeded, message) = rejoin(&cluster, &["2"]);
     assert!(succeeded, "{message}");
@@ -187,6 +186,62 @@ fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order
     drop(open);
     cluster.down();
     assert!(view.session().is_gone() && view.session().is_dataset_gone(&dataset));
+}
+
+/// SEMANTICS: "Until a new server is there, programs of such a node read on what is on the node, and mappings stay as they are."
+#[test]
+fn programs_keep_the_blocks_of_a_server_that_was_told_to_exit() {
+    let ground = Ground::new();
+    fs::create_dir_all(ground.at("t")).unwrap();
+    fs::create_dir_all(ground.at("plain")).unwrap();
+    for folder in ["t", "plain"] {
+        (0..40).for_each(|number| fs::write(ground.at(format!("{folder}/{number}")), content(number, 100_000)).unwrap());
+    }
+    let cluster = ground.up_rejoining(3, &QUICK);
+    cluster.stage(&[&cluster.at("t")], "/dayfly/t");
+    let program = "
+import mmap, os, sys
+plain = [open(f'{sys.argv[1]}/{number}', 'rb').read() for number in range(40)]
+files = [open(f'/dayfly/t/{number}', 'rb', buffering=0) for number in range(40)]
+maps = [mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) for file in files]
+def compare_maps(): assert all(maps[number][:] == plain[number] for number in range(40))
+def count_reads():
+    count = 0
+    for number, file in enumerate(files):
+        try: found = os.pread(file.fileno(), 200000, 0)
+        except OSError as error: assert error.errno == 5, error
+        else: count += 1; assert found == plain[number], number
+    return count
+compare_maps()
+print('mapped', flush=True)
+input()
+compare_maps()
+print(count_reads(), flush=True)
+input()
+compare_maps()
+print(count_reads(), flush=True)
+";
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--node", "1", "--", "python3", "-c", program]).arg(cluster.at("plain"));
+    let mut python = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let (mut input, mut output) = (python.stdin.take().unwrap(), BufReader::new(python.stdout.take().unwrap()));
+    let mut line = || {
+        let mut line = String::new();
+        output.read_line(&mut line).unwrap();
+        line.trim().to_owned()
+    };
+    assert_eq!(line(), "mapped");
+    signal(cluster.pids()[&1], Signal::SIGTERM);
+    wait_until("node 1 is lost", || is_lost(&cluster, 1));
+    input.write_all(b"\n").unwrap();
+    let count: usize = line().parse().unwrap();
+    assert!((1..40).contains(&count), "{count} files could be read without a server");
+    assert_eq!(rejoin(&cluster, &["1"]), (true, "node 1 is a member again\n".to_owned()));
+    input.write_all(b"\n").unwrap();
+    assert_eq!(line(), "40");
+    drop(input);
+    assert!(wait_for(&mut python, Duration::from_secs(20)).unwrap().success());
+    cluster.down();
 }
 
 /// SEMANTICS: "Programs that start while the new server learns which datasets exist wait for it: they never miss one."

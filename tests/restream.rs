@@ -308,6 +308,29 @@ fn reads_wait_while_other_programs_fill_the_drive() {
     }
 }
 
+/// SEMANTICS: "If other programs fill the drives when a new server starts, it grows when they make room."
+#[test]
+fn a_new_server_on_a_full_drive_takes_its_room_later() {
+    let ground = Ground::new();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+    let cluster = session_on(ground, &["--recovery-rate", "0", "--data-dir", drive.path().to_str().unwrap()]);
+    stage(&cluster, "tar.gz");
+    lose(&cluster, 3, 0);
+    // Room for the catalogs, but not for all samples.
+    drive.fill(2 << 20);
+    let rejoined = output_of(cluster.dayfly().args(["rejoin", "3"]).env("DAYFLY_NODE", "0"));
+    assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+    std::thread::scope(|scope| {
+        let cluster = &cluster;
+        let reading: Vec<_> = [0, 3].into_iter().map(|node| scope.spawn(move || read_all(cluster, node))).collect();
+        std::thread::sleep(Duration::from_secs(2));
+        assert!(reading.iter().all(|reading| !reading.is_finished()), "there is room for all samples");
+        drive.make_room();
+    });
+    cluster.down();
+    drop(drive);
+}
+
 /// Destroys all copies of many samples on the servers' drives.
 fn damage_all(cluster: &Cluster) {
     let contents = (0..FILES).filter(|&number| len(number) > 64).map(|number| content(number, len(number)));

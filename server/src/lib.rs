@@ -66,6 +66,7 @@
 //!     runtime_dir: runtime_dir.path().to_owned(),
 //!     data_dirs: vec![data_dir.path().to_owned()],
 //!     capacity: 64 << 20,
+//!     growth: None,
 //!     memory: 64 << 20,
 //!     prefix: b"/dayfly".to_vec(),
 //!     verify_reads: false,
@@ -124,6 +125,7 @@ pub use dayfly_stagein::plan::check_sources;
 pub use dayfly_transport::{Ability, Agreement, Choice, Key, Obstacle, Options, Preference, agree, channel};
 pub use membership::{Changes, Greeting, JoinError, LeaseTree, Loss, Patience, RejoinRequest, Renewals, Supervision, Tenure};
 pub use node::{Node, StartError};
+pub use store::Growth;
 
 /// The configuration of one node.
 #[derive(Clone)]
@@ -149,6 +151,8 @@ pub struct Config {
     pub data_dirs: Vec<PathBuf>,
     /// Bytes that may be used in all data dirs together.
     pub capacity: u64,
+    /// How the capacity grows if other programs make room in the data dirs.
+    pub growth: Option<Growth>,
     /// Size of the arena in bytes.
     pub memory: u64,
     /// The path below which programs see the namespace.

@@ -128,7 +128,7 @@ impl NodeParts {
         files: SharedFiles,
     ) -> Result<(Self, impl Future<Output = ()> + Send + 'static), StartError> {
         let (node, deadlines) = (config.node, config.deadlines);
-        let store = Arc::new(Store::open(&config.data_dirs, config.capacity).map_err(StartError::Store)?);
+        let store = Arc::new(Store::open(&config.data_dirs, config.capacity, config.growth).map_err(StartError::Store)?);
         let region = transport.region(config.memory).map_err(StartError::Arena)?;
         let arena = Arena::new(region, store.status_page().clone(), &deadlines).map_err(StartError::Arena)?;
         let exchange = transport.region(EXCHANGE_LEN).map_err(StartError::Arena)?;
@@ -450,6 +450,17 @@ impl Node {
     /// Ends the session on all other nodes that can be reached.
     pub async fn end_others(&self) {
         drop(self.parts.membership.end_others(&[]).await);
+    }
+
+    /// Returns whether no other member of the session is left.
+    pub fn is_alone(&self) -> bool {
+        self.parts.peers.roster().live().all(|node| node == self.parts.config.node)
+    }
+
+    /// Ends the session on this node, whose server is about to end while the session may go on. Frees nothing: what programs have open
+    /// or mapped stays as it is until they close it.
+    pub fn leave(&self) {
+        self.parts.membership.end();
     }
 
     /// Frees all the space that the node uses in its data dirs, even in files that are still open.

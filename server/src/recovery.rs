@@ -216,10 +216,10 @@ impl Recovery {
         let mut pace = Pace::new(self.rate);
         let mut pause = RECOVERY_PAUSE_MIN;
         loop {
+            self.room.plan_again_if_freed().await;
             let plan = self.room.plans();
             let datasets = self.store.datasets();
             self.progress.read.begin_pass(datasets.len());
-            self.store.forget_full_drives();
             let mut was_room = true;
             for dataset in datasets {
                 was_room &= self.recover_dataset(&dataset, lost, &mut pace).await;

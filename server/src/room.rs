@@ -155,8 +155,10 @@ impl Room {
     /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
-        self.store.forget_full_drives();
-        let missing = move |room: &Self| room.store.headroom_missing(bytes);
+        let missing = move |room: &Self| {
+            room.store.look_for_room();
+            room.store.headroom_missing(bytes)
+        };
         if self.on_drives(missing).await? == 0 {
             return Ok(());
         }
@@ -178,7 +180,7 @@ impl Room {
         let _alone = self.planning.lock().await;
         let lost = self.peers.roster().lost();
         let planned = self.on_drives(move |room| {
-            room.store.forget_full_drives();
+            room.store.look_for_room();
             let datasets = room.store.datasets();
             datasets.iter().for_each(|dataset| dataset.set_lost(&lost));
             let shares = room.shares(room.store.free());
@@ -223,20 +225,22 @@ impl Room {
     }
 
     /// Divides the room again if other programs had filled the drives, and have freed some of that.
-    pub(crate) async fn plan_again_if_freed(self: &Arc<Self>) -> Result<(), RoomError> {
+    pub(crate) async fn plan_again_if_freed(self: &Arc<Self>) {
         let has_grown = |room: &Self| {
+            room.store.look_for_room();
             let shares = room.shares(room.store.free());
             room.store.datasets().iter().any(|dataset| dataset.can_cache_more(shares))
         };
-        match !self.has_stage_in() && self.on_drives(has_grown).await? {
-            true => self.plan_cache().await,
-            false => Ok(()),
+        let is_freed = !self.has_stage_in() && self.on_drives(has_grown).await.unwrap_or(false);
+        if is_freed && let Err(error) = self.plan_cache().await {
+            tracing::warn!(%error, "cannot plan again which blocks this node caches");
         }
     }
 
     /// Returns whether more blocks of a dataset could be cached if other programs had left our capacity on the drives free.
-    pub(crate) fn is_taken_by_others(&self, dataset: &Dataset) -> bool {
-        dataset.can_cache_more(self.shares(self.store.free_capacity()))
+    pub(crate) async fn is_taken_by_others(self: &Arc<Self>, dataset: &Arc<Dataset>) -> bool {
+        let dataset = dataset.clone();
+        self.on_drives(move |room| dataset.can_cache_more(room.shares(room.store.free_capacity()))).await.unwrap_or(false)
     }
 
     /// Returns a number that changes whenever room has been divided again and caching goes on.

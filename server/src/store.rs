@@ -57,11 +57,13 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 
 pub(crate) use cached_blocks::{CacheShares, lowered_threshold};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
+pub use drive::Growth;
 pub(crate) use drive::{Drive, Reservation, read_only};
 pub(crate) use segment::{Segments, room_for};
 use shared_copies::SharedCopies;
 pub(crate) use shared_copies::{Filling, Share, ShareError};
 pub(crate) use windows::{BlockPosition, Window, WindowSelection};
+use write_back::{Kernel, WriteBack};
 
 /// Creates memory to be shared with processes. It is sealed, so that no process can shrink it and make the server fault.
 pub(crate) fn shared_file(name: &str, len: u64) -> io::Result<File> {
@@ -104,11 +106,11 @@ pub(crate) struct Store {
 impl Store {
     /// Opens the data dirs. `capacity` applies to all of them together, and is divided among them in proportion to their free
     /// room.
-    pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64) -> io::Result<Self> {
+    pub(crate) fn open(data_dirs: &[PathBuf], capacity: u64, growth: Option<Growth>) -> io::Result<Self> {
         let status_page_file = shared_file("dayfly-status-page", status_page::FILE_LEN)?;
         let counters_file = shared_file("dayfly-counters", status_page::COUNTERS_LEN)?;
         Ok(Self {
-            drives: Drive::open_all(data_dirs, capacity)?,
+            drives: Drive::open_growing(data_dirs, capacity, growth, &(Arc::new(Kernel) as Arc<dyn WriteBack>))?,
             datasets: RwLock::default(),
             status_page: Arc::new(StatusPage::map(&status_page_file, true)?),
             counters: Arc::new(Counters::map(&counters_file)?),
@@ -169,18 +171,17 @@ impl Store {
 
     /// Returns what [`Self::free`] would be if other programs had left our capacity on the file systems free.
     pub(crate) fn free_capacity(&self) -> u64 {
-        self.drives.iter().map(|drive| drive.free_of_share()).sum::<u64>() + self.cached_room()
+        self.drives.iter().map(|drive| drive.free_but_for_others()).sum::<u64>() + self.cached_room()
     }
 
     /// Returns whether our capacity on one drive has room for `bytes` of blocks, whatever other programs have left of its file system.
     pub(crate) fn has_capacity(&self, bytes: u64) -> bool {
-        self.drives.iter().any(|drive| drive.free_of_share() >= bytes.saturating_add(drive.left_for_catalogs()))
+        self.drives.iter().any(|drive| drive.free_but_for_others() >= bytes.saturating_add(drive.left_for_catalogs()))
     }
 
-    /// Forgets which drives have been full, because other programs may have made room on them. A drive that is still full is found
-    /// to be so at the next write.
-    pub(crate) fn forget_full_drives(&self) {
-        self.drives.iter().for_each(|drive| drive.set_not_full());
+    /// Looks for room that other programs have made on the drives. A drive that is still full is found to be so at the next write.
+    pub(crate) fn look_for_room(&self) {
+        self.drives.iter().for_each(|drive| drive.look_for_room());
     }
 
     /// Lets segments use the headroom. Returns whether they had to leave it free
@@ -189,7 +190,7 @@ impl Store {
         let was_protected = self.drives.iter().any(|drive| drive.protected_headroom() > 0);
         self.protect_headroom(false);
         if was_protected {
-            self.forget_full_drives();
+            self.drives.iter().for_each(|drive| drive.set_not_full());
         }
         was_protected
     }

@@ -29,6 +29,8 @@ pub(crate) enum Cause {
     Io,
     /// Another stage-in to the same target is still running.
     Busy,
+    /// Fewer nodes are left than there are to be copies.
+    FewNodes,
 }
 
 /// In Dayfly's messages, these words mean that a drive failed. In messages of `cat`, they stand for
@@ -66,6 +68,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("does not exist anymore", Cause::Source),
     ("canceled", Cause::Cancelled),
     ("is being staged in", Cause::Busy),
+    ("needs at least", Cause::FewNodes),
     ("cannot be reached", Cause::NodeLost),
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),
@@ -184,6 +187,7 @@ fn is_explained_by_loss(node: u16, observed: Observed<'_>, observer: Observer) -
     match cause {
         Cause::NodeLost => nodes.contains(&node) && !is_promised || observer.node == node,
         Cause::OwnServer => observer.node == node,
+        Cause::FewNodes => true,
         // A server that exits on its own reports that its data is gone.
         Cause::Gone => observer.node == node || nodes.contains(&node) && !is_promised,
         Cause::NoName => observer.node == node && observer.reader.is_none(),

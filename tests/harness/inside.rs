@@ -83,6 +83,7 @@ impl Inside {
                 runtime_dir: location.folder.clone(),
                 data_dirs: vec![data[usize::from(node)].path().to_owned()],
                 capacity: 1 << 30,
+                growth: None,
                 memory,
                 prefix: b"/dayfly".to_vec(),
                 verify_reads: false,

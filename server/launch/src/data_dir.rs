@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 
 use dayfly_client::locate::{NotPrivate, check_private, check_stays};
 use dayfly_meta::id::SessionId;
+use dayfly_server::Growth;
 use nix::fcntl::{Flock, FlockArg, OFlag};
 use nix::sys::statfs::statfs;
 use nix::sys::statvfs::statvfs;
@@ -151,6 +152,12 @@ pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16)
         show_bytes(most)
     );
     Ok((most, Some(warning)))
+}
+
+/// Returns how much each of this machine's `servers` may take later, in place of [`capacity`], if other programs make room.
+pub(crate) fn growth(wanted: Option<u64>, servers: u16) -> Growth {
+    let percent = if wanted.is_some() { SHARE_PERCENT_MAX } else { SHARE_PERCENT };
+    Growth { permille: percent * 10 / u64::from(servers), most: wanted.unwrap_or(u64::MAX) }
 }
 
 /// Returns the bytes that are currently free on the file systems of the data dirs.

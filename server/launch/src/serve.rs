@@ -30,6 +30,7 @@ use zeroize::Zeroizing;
 
 use crate::cleanup;
 use crate::control::{self, ControlError, FromServer, FromSupervisor};
+use crate::data_dir;
 use crate::error::LaunchError;
 use crate::folder_watch::{gone_message, until_gone};
 use crate::invitation::Invitation;
@@ -318,6 +319,7 @@ async fn start(
         runtime_dir: location.folder.clone(),
         data_dirs: data_dirs.clone(),
         capacity: environment.capacity,
+        growth: invitation.replaces.is_some().then(|| data_dir::growth(settings.capacity, settings.servers_here)),
         memory: settings.memory,
         prefix: settings.prefix.clone(),
         verify_reads: settings.verify_reads,
@@ -352,12 +354,19 @@ impl Serving {
         let server = &server;
         send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let (mut loss, mut gave_up, patience) = (None, None, invitation.settings.deadlines.lease_interval);
+        let mut is_told_by_signal = false;
         let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;
         let mut follower = Follower::new(server, node, dialer, sender, receiver);
         let cause = tokio::select! {
             () = server.ended() => "a client or a peer asked for it",
-            () = terminated(&mut terminate, invitation.is_job_step) => "SIGTERM",
-            _ = interrupt.recv() => "SIGINT",
+            () = terminated(&mut terminate, invitation.is_job_step) => {
+                is_told_by_signal = true;
+                "SIGTERM"
+            }
+            _ = interrupt.recv() => {
+                is_told_by_signal = true;
+                "SIGINT"
+            }
             path = until_gone(watch) => {
                 loss = Some(gone_message(&path));
                 "its folder is gone"
@@ -380,8 +389,14 @@ impl Serving {
             let failed = FromServer::Failed { names: Vec::new(), reason: reason.clone() };
             follower.tell(&failed).await;
         }
-        // Frees the space first, because a manager may kill this process soon.
-        server.free_all();
+        if is_told_by_signal && !server.is_alone() {
+            // The session may go on without this server. Programs that have the node's blocks open or mapped read on; the space is free
+            // when they and this process have ended.
+            server.leave();
+        } else {
+            // Frees the space first, because a manager may kill this process soon.
+            server.free_all();
+        }
         if loss.is_some() {
             // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;

@@ -119,10 +119,7 @@ impl Recovery {
     async fn stream(&self, dataset: &Arc<Dataset>, source: u32, lost: &NodeSet, mut pace: Option<&mut Pace>) -> bool {
         let (streams, key) = (self.fetcher.streams(), (dataset.id(), source));
         streams.begin(key);
-        self.store.forget_full_drives();
-        if let Err(error) = self.room.plan_again_if_freed().await {
-            tracing::warn!(%error, "cannot plan again which blocks this node caches");
-        }
+        self.room.plan_again_if_freed().await;
         let plan = dataset.cached_blocks().plan();
         let outcome = match self.wanted_of(dataset, source, lost, pace.as_deref_mut()).await {
             Ok(ControlFlow::Continue(blocks)) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
@@ -130,14 +127,14 @@ impl Recovery {
             Err(error) => Err(error.to_string()),
         };
         let is_read = outcome.is_ok();
+        let is_taken_by_others = outcome.is_ok() && self.room.is_taken_by_others(dataset).await;
         let end = match outcome {
-            Ok(Kept::All) if self.room.is_taken_by_others(dataset) => StreamEnd::NoRoom { is_for_all: true },
-            Ok(Kept::All) => StreamEnd::Done { plan },
+            Ok(Kept::All) if is_taken_by_others => StreamEnd::NoRoom { is_for_all: true },
             Ok(Kept::Part { .. }) if dataset.cached_blocks().is_paused() => StreamEnd::Paused,
             Ok(Kept::Part { shortest }) if dataset.segments().can_cache() && self.store.has_capacity(shortest) => {
-                StreamEnd::NoRoom { is_for_all: self.room.is_taken_by_others(dataset) }
+                StreamEnd::NoRoom { is_for_all: is_taken_by_others }
             }
-            Ok(Kept::Part { .. }) => StreamEnd::Done { plan },
+            Ok(Kept::All | Kept::Part { .. }) => StreamEnd::Done { plan },
             Err(reason) => {
                 tracing::warn!(dataset = dataset.id().0, source, reason, "cannot read blocks of a compressed tar again");
                 StreamEnd::Failed(reason)

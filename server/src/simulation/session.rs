@@ -238,6 +238,7 @@ impl Session<'_> {
                 runtime_dir: self.folder.to_owned(),
                 data_dirs: vec![data_dir],
                 capacity: self.capacity,
+                growth: None,
                 memory: ARENA_LEN_MIN,
                 prefix: b"/dayfly".to_vec(),
                 verify_reads: false,

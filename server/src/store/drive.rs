@@ -13,7 +13,9 @@ use nix::errno::Errno;
 use nix::fcntl::OFlag;
 use nix::sys::statvfs::statvfs;
 
-use super::write_back::{Kernel, WriteBack};
+#[cfg(test)]
+use super::write_back::Kernel;
+use super::write_back::WriteBack;
 
 /// A drive failed. The message names the data dir and what the user can do.
 #[derive(Debug, thiserror::Error)]
@@ -45,6 +47,16 @@ fn advice(error: &io::Error) -> &'static str {
     }
 }
 
+/// What a server may use of file systems on which other programs make room after its start. A server that takes the place of a lost
+/// one has one: it starts in the middle of the session, when other programs may have filled the drives for a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Growth {
+    /// The part, in thousandths, of the bytes that are free or used by the server itself.
+    pub permille: u64,
+    /// The most bytes in all data dirs together.
+    pub most: u64,
+}
+
 /// A data dir with a share of the node's capacity.
 pub(crate) struct Drive {
     path: PathBuf,
@@ -52,7 +64,9 @@ pub(crate) struct Drive {
     /// Identifies the file system, because two data dirs may share one.
     device: u64,
     /// The share of the node's capacity that the drive was given.
-    share: u64,
+    share: AtomicU64,
+    /// How the share may grow, as far as this drive is concerned.
+    growth: Option<Growth>,
     /// The current capacity, which is less than the share if the file system has been full.
     capacity: AtomicU64,
     /// Bytes that are reserved.
@@ -62,13 +76,25 @@ pub(crate) struct Drive {
 }
 
 impl Drive {
-    /// Opens the data dirs and divides `capacity` among them in proportion to the free room of their file systems.
+    /// Opens the data dirs. The shares of `capacity` never grow.
+    #[cfg(test)]
     pub(crate) fn open_all(paths: &[PathBuf], capacity: u64) -> io::Result<Vec<Arc<Self>>> {
         Self::open_all_with(paths, capacity, &(Arc::new(Kernel) as Arc<dyn WriteBack>))
     }
 
     /// Like [`Self::open_all`], with another implementation of the write-back calls.
+    #[cfg(test)]
     pub(crate) fn open_all_with(paths: &[PathBuf], capacity: u64, write_back: &Arc<dyn WriteBack>) -> io::Result<Vec<Arc<Self>>> {
+        Self::open_growing(paths, capacity, None, write_back)
+    }
+
+    /// Opens the data dirs and divides `capacity` among them in proportion to the free room of their file systems.
+    pub(super) fn open_growing(
+        paths: &[PathBuf],
+        capacity: u64,
+        growth: Option<Growth>,
+        write_back: &Arc<dyn WriteBack>,
+    ) -> io::Result<Vec<Arc<Self>>> {
         if paths.is_empty() || paths.len() > DRIVES_MAX {
             return Err(io::Error::new(
                 io::ErrorKind::InvalidInput,
@@ -78,21 +104,25 @@ impl Drive {
         let free = paths.iter().map(|path| free_bytes(path)).collect::<io::Result<Vec<u64>>>()?;
         let total: u128 = free.iter().map(|&free| u128::from(free)).sum();
         let share = |free: u64| (u128::from(capacity) * u128::from(free)).checked_div(total).map_or(0, |share| share as u64);
-        let drive = |(path, free): (&PathBuf, u64)| {
-            let device = std::fs::metadata(path)?.dev();
+        let devices = paths.iter().map(|path| Ok(std::fs::metadata(path)?.dev())).collect::<io::Result<Vec<u64>>>()?;
+        let drive = |((path, free), &device): ((&PathBuf, u64), &u64)| {
+            // Data dirs on one file system share its space.
+            let neighbors = devices.iter().filter(|&&other| other == device).count() as u64;
+            let growth = growth.map(|all| Growth { permille: all.permille / neighbors, most: all.most / paths.len() as u64 });
             // The share is never more than the file system has free, even if the user asks for more.
             let share = share(free).min(free);
             Ok(Arc::new(Self {
                 path: path.clone(),
                 write_back: write_back.clone(),
                 device,
-                share,
+                share: AtomicU64::new(share),
+                growth,
                 capacity: AtomicU64::new(share),
                 used: AtomicU64::new(0),
                 protected_headroom: AtomicU64::new(0),
             }))
         };
-        paths.iter().zip(free).map(drive).collect()
+        paths.iter().zip(free).zip(&devices).map(drive).collect()
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -141,9 +171,30 @@ impl Drive {
         self.capacity().saturating_sub(self.used())
     }
 
-    /// Returns the part of our capacity that is free, even if the file system has been full.
-    pub(super) fn free_of_share(&self) -> u64 {
-        self.share.saturating_sub(self.used())
+    fn share(&self) -> u64 {
+        self.share.load(Ordering::Relaxed)
+    }
+
+    /// Returns the part of our capacity that would be free if other programs had left it free.
+    pub(super) fn free_but_for_others(&self) -> u64 {
+        let size = statvfs(&self.path).map_or(0, |stat| stat.blocks() * stat.fragment_size());
+        self.share().max(self.grown(size)).saturating_sub(self.used())
+    }
+
+    /// Returns the share that the drive may have if so many bytes are free on it or used by this server; 0 if it cannot grow.
+    fn grown(&self, bytes: u64) -> u64 {
+        let part = |growth: Growth| (u128::from(bytes) * u128::from(growth.permille) / 1000) as u64;
+        self.growth.map_or(0, |growth| part(growth).min(growth.most))
+    }
+
+    /// Looks for room that other programs have made since the drive was full, or since this server started.
+    pub(super) fn look_for_room(&self) {
+        let grown = self.grown(self.free_on_file_system().saturating_add(self.used()));
+        // Smaller changes are left to others. Otherwise the share would creep while room is reserved, but not written yet.
+        if grown / 2 >= self.share() {
+            self.share.store(grown, Ordering::Relaxed);
+        }
+        self.set_not_full();
     }
 
     pub(super) fn device(&self) -> u64 {
@@ -174,11 +225,11 @@ impl Drive {
 
     /// Returns the part of the capacity that blocks must leave free now, for catalogs.
     pub(super) fn left_for_catalogs(&self) -> u64 {
-        if self.protected_headroom() == 0 { 0 } else { left_for_catalogs(self.share) }
+        if self.protected_headroom() == 0 { 0 } else { left_for_catalogs(self.share()) }
     }
 
     fn headroom(&self) -> u64 {
-        (self.share / HEADROOM_SHARE).min(HEADROOM_MAX)
+        (self.share() / HEADROOM_SHARE).min(HEADROOM_MAX)
     }
 
     /// Reserves room; `None` if there is not enough.
@@ -195,7 +246,7 @@ impl Drive {
 
     /// Records that room was freed, or that it is worth looking for it again.
     pub(crate) fn set_not_full(&self) {
-        self.capacity.store(self.share, Ordering::Relaxed);
+        self.capacity.store(self.share(), Ordering::Relaxed);
     }
 }
 
@@ -294,6 +345,29 @@ mod tests {
             assert!(message(errno).contains(remedy), "{}", message(errno));
         }
         assert!(!message(Errno::EMFILE).contains("drive"), "{}", message(Errno::EMFILE));
+    }
+
+    #[test]
+    fn a_share_grows_if_others_make_much_room_and_never_creeps() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = [folder.path().to_owned()];
+        let open = |capacity: u64, growth: Option<Growth>| {
+            let drives = Drive::open_growing(&paths, capacity, growth, &(Arc::new(Kernel) as Arc<dyn WriteBack>)).unwrap();
+            drives.into_iter().next().unwrap()
+        };
+        let fixed = open(1000, None);
+        fixed.look_for_room();
+        assert_eq!((fixed.capacity(), fixed.free_but_for_others()), (1000, 1000));
+        let growing = open(1000, Some(Growth { permille: 900, most: 50_000 }));
+        let _reserved = growing.reserve(400).unwrap();
+        assert_eq!((growing.capacity(), growing.free_but_for_others()), (1000, 49_600));
+        growing.set_full();
+        assert_eq!(growing.capacity(), 400);
+        growing.look_for_room();
+        assert_eq!((growing.capacity(), growing.free_but_for_others()), (50_000, 49_600));
+        let whole = open(1000, Some(Growth { permille: 900, most: 1900 }));
+        whole.look_for_room();
+        assert_eq!(whole.capacity(), 1000, "less than twice as much");
     }
 
     #[test]
