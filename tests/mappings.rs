@@ -3,8 +3,9 @@
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Stdio};
 
+use crate::harness::drive::SmallDrive;
 use crate::harness::samples::{content, dataset, numbers, path, session};
-use crate::harness::{self, Cluster, text, wait_until};
+use crate::harness::{self, Cluster, Ground, text, wait_until};
 use dayfly_client::View;
 use dayfly_meta::id::BlockId;
 
@@ -155,4 +156,24 @@ fn a_mapping_outlives_its_cached_block_its_process_and_its_server() {
     child.stdin.take().unwrap().write_all(b"\n").unwrap();
     assert_eq!(line(&mut output), first);
     child.wait().unwrap();
+}
+
+/// SEMANTICS: "A process makes a copy of its own, in memory or above 64 MiB in a file in the data dir, of what the node has no room to
+/// share"
+#[test]
+fn files_can_be_mapped_while_other_programs_fill_the_drive() {
+    let ground = Ground::new();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+    std::fs::create_dir(ground.at("d")).unwrap();
+    (0..8).for_each(|number| std::fs::write(ground.at(format!("d/{number}")), content(number, 3 << 20)).unwrap());
+    let cluster = ground.up_with(2, &["--data-dir", drive.path().to_str().unwrap()]);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster.ok(&["tune", "--cache", "off"]);
+    drive.fill(0);
+    for (node, number) in (0..2).flat_map(|node| (0..8).map(move |number| (node, number))) {
+        let found = printed(map(&cluster, node, number, "go", 0, 3 << 20));
+        assert_eq!(found.split_whitespace().next(), Some(&*crc32(&content(number, 3 << 20))), "file {number} on node {node}");
+    }
+    cluster.down();
+    drop(drive);
 }

@@ -263,7 +263,13 @@ fn shared_copy(view: &View, file: &OpenFile, request: &MapRequest<'_>, part: &Pa
         return Ok(None);
     }
     let first = request.offset + part.start - part.within;
-    view.session().shared_copy(file.dataset(), part.block, |copy| kernel_copy::copy_range(view, file, first, len, copy, 0))
+    let copy =
+        view.session().shared_copy(file.dataset(), part.block, |copy| kernel_copy::copy_range(view, file, first, len, copy, 0));
+    match copy {
+        // Other programs have filled the drive.
+        Err(Fault::Errno(libc::ENOSPC | libc::EDQUOT)) => Ok(None),
+        copy => copy,
+    }
 }
 
 /// Returns a segment's file, opened again if the program has closed its descriptor; `None` if that fails.
