@@ -112,11 +112,17 @@ def test_a_process_attaches_to_the_server_that_has_taken_another_ones_place(sess
     with dayfly.session(local=2, data_dir=tmp_path) as own:
         own.stage_in(tmp_path / "a.txt", "/dayfly/own")
         old = own.attach(0)
-        folder = Path(os.environ["DAYFLY_RUNTIME_DIR"]) / f"dayfly-{os.getuid()}" / own.id
-        os.kill(int((folder / "node-0.lock").read_text()), signal.SIGTERM)
-        wait_until(lambda: old.is_gone)
-        wait_until(lambda: subprocess.run([_program(), "rejoin", "0"], check=False).returncode == 0)
-        assert not own.attach(0).is_gone and own.attach(0).read("/dayfly/own/a.txt") == b"hello"
+        lock = Path(os.environ["DAYFLY_RUNTIME_DIR"]) / f"dayfly-{os.getuid()}" / own.id / "node-0.lock"
+        server = int(lock.read_text())
+        os.kill(server, signal.SIGTERM)
+
+        def is_replaced():
+            rejoined = subprocess.run([_program(), "rejoin", "0"], check=False)
+            return rejoined.returncode == 0 and int(lock.read_text()) != server
+
+        wait_until(is_replaced)
+        for attached in old, own.attach(0):
+            assert not attached.is_gone and attached.read("/dayfly/own/a.txt") == b"hello"
 
 
 def test_an_own_session_reports_progress_and_ends_with_the_block(session, tmp_path):
