@@ -188,6 +188,8 @@ fn a_kept_session_without_its_supervisor_does_not_recover_from_the_death_of_a_se
     // By the time that this fails, a supervisor would have declared the node lost.
     let message = cluster.fails(1, &["stage-in", archive.to_str().unwrap(), "/dayfly/e"]);
     assert!(message.contains("node 3 "), "{message}");
+    let message = cluster.fails(1, &["rejoin"]);
+    assert!(message.contains("node 3: the supervisor of this session has ended"), "{message}");
     (0..3).for_each(|node| read_all(&cluster, node, "d"));
     for node in 0..3 {
         assert!(!is_lost(&cluster, node, 3));

@@ -99,13 +99,17 @@ fn a_whole_session_uses_rdma() {
     assert!(verified.contains("from 4 nodes"), "{verified}");
 
     // The bytes between servers went over the card, according to the counters of the card, of Dayfly and of the TCP interface.
-    // Requests that wait long for room on a queue pair go by TCP, too: on a busy machine there may be a few of them.
+    // Only requests that waited long for a queue pair went by TCP, as happens where servers do not get the processor.
     let remote: u64 = cluster.status()["nodes"].as_array().unwrap().iter().map(|node| number(&node["remote_bytes"])).sum();
     let by_tcp = || loopback_bytes() - loopback_before;
-    let status = status_with(&cluster, |status| sum(status, "written_bytes") + by_tcp() >= remote);
-    let (written, read, by_tcp) = (sum(&status, "written_bytes"), sum(&status, "read_bytes"), by_tcp());
-    let figures = format!("of {remote} bytes, {written} by RDMA and {by_tcp} by TCP; {:?}", networks(&status));
-    assert!(remote > 40 << 20 && written + by_tcp >= remote && by_tcp < remote / 8, "{figures}");
+    let is_whole = |status: &Value| {
+        let blocks_by_tcp = if sum(status, "requests_by_tcp") > 0 { by_tcp() } else { 0 };
+        sum(status, "written_bytes") + blocks_by_tcp >= remote
+    };
+    let status = status_with(&cluster, is_whole);
+    let (written, read, tcp) = (sum(&status, "written_bytes"), sum(&status, "read_bytes"), by_tcp());
+    let figures = format!("of {remote} bytes, {written} by RDMA and {tcp} by TCP; {:?}; {}", networks(&status), cluster.witness);
+    assert!(remote > 40 << 20 && is_whole(&status) && tcp < remote / 8, "{figures}");
     assert!(read > 10 << 20, "a stage-in ships blocks by RDMA: {figures}");
     assert!((packets() - packets_before) * 4096 >= written, "{} packets; {figures}", packets() - packets_before);
     assert!(

@@ -137,6 +137,8 @@ pub struct Network {
     pub written_bytes: u64,
     /// Bytes read from peers' memory, when they ship batches.
     pub read_bytes: u64,
+    /// Requests for blocks that went over TCP although the node uses RDMA: the queue pair did not exist, was full, or failed.
+    pub requests_by_tcp: u64,
     /// Queue pairs that exist now.
     pub queue_pairs: u64,
     /// Queue pairs that failed.

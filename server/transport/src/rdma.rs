@@ -34,6 +34,7 @@ mod verbs;
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use async_trait::async_trait;
@@ -109,7 +110,18 @@ impl<T: Transport> Rdma<T> {
     fn with_card(inner: T, preference: Preference, card: Result<Card, RdmaError>, deadlines: Deadlines) -> Self {
         let (unusable, fallen_back, known) = (OnceLock::new(), Mutex::default(), Mutex::default());
         let selection = Selection::new(preference);
-        Self { inner, shared: Arc::new(Shared { deadlines, card, unusable, selection, fallen_back, known }) }
+        Self {
+            inner,
+            shared: Arc::new(Shared {
+                deadlines,
+                card,
+                unusable,
+                selection,
+                fallen_back,
+                known,
+                requests_by_tcp: AtomicU64::new(0),
+            }),
+        }
     }
 }
 
@@ -172,6 +184,7 @@ impl<T: Transport> Transport for Rdma<T> {
         if let Ok(card) = &self.shared.card {
             card.engine.count_into(&mut network);
             network.registered_bytes = card.device.registered_bytes();
+            network.requests_by_tcp = self.shared.requests_by_tcp.load(Ordering::Relaxed);
         }
         network
     }

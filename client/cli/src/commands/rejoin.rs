@@ -11,7 +11,8 @@ use crate::failure::{Failure, complain, print_line};
 
 pub(super) fn run(arguments: &RejoinArguments) -> Result<ExitCode, Failure> {
     let (session, status) = query::status()?;
-    let lost = status.nodes.iter().filter(|entry| entry.lost_for_ms.is_some()).map(|entry| entry.node.0);
+    // A node that only does not answer may have died without a supervisor that declares it lost. The session's answer says so.
+    let lost = status.nodes.iter().filter(|entry| entry.lost_for_ms.is_some() || entry.status.is_err()).map(|entry| entry.node.0);
     let nodes: Vec<u16> = arguments.node.map_or_else(|| lost.collect(), |node| vec![node]);
     if nodes.is_empty() {
         print_line!("no node is lost");

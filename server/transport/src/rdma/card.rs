@@ -1,6 +1,7 @@
 //! A card at work, with its memory and its limits, and the state that the node's connections and listener share.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -28,6 +29,8 @@ pub(super) struct Shared {
     pub(super) fallen_back: Mutex<BTreeMap<NodeId, String>>,
     /// Peers to which a connection was made before.
     pub(super) known: Mutex<BTreeSet<NodeId>>,
+    /// Requests with slots that went over the inner transport although the card should be used.
+    pub(super) requests_by_tcp: AtomicU64,
 }
 
 impl Shared {
@@ -42,6 +45,13 @@ impl Shared {
     /// Returns whether connections should use the card.
     pub(super) fn is_wanted(&self) -> bool {
         self.selection.allows_rdma() && self.card().is_ok()
+    }
+
+    /// Counts a request with slots that goes over the inner transport.
+    pub(super) fn count_by_tcp(&self) {
+        if self.is_wanted() {
+            self.requests_by_tcp.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 

@@ -245,6 +245,9 @@ impl Connection for PairedConnection {
                 Outcome::Unfit(slots) | Outcome::Failed(slots, _) => slots,
             };
         }
+        if !slots.is_empty() {
+            self.pair.shared.count_by_tcp();
+        }
         if message.len() >= MESSAGE_LEN_MAX {
             return Err(TransportError::TooLong(message.len()));
         }
@@ -273,6 +276,7 @@ impl Connection for PairedConnection {
                 }
             };
         }
+        self.pair.shared.count_by_tcp();
         let payload = slots.pop().ok_or_else(|| self.refused("the offered slot is missing".into()))?;
         if message.len() + again.len() >= MESSAGE_LEN_MAX {
             return Err(TransportError::TooLong(message.len()));

@@ -349,6 +349,7 @@ async fn readers_do_not_notice_a_link_that_goes_down_and_up() {
     let written = nodes.written();
     nodes.pull(b"bulk", &[100_000; 16]).await;
     assert_eq!(nodes.written(), written, "by TCP");
+    assert!(nodes.ours.status().requests_by_tcp > 0);
     link("up");
     reading.await.unwrap();
     until("RDMA again", || nodes.ours.fallen_back().is_empty()).await;
@@ -385,6 +386,7 @@ async fn requests_with_unregistered_memory_also_succeed() {
     assert_eq!(offered.message, b"take");
     // Earlier answers, which are short, may be counted only now.
     assert!(theirs.status().written_bytes < written + 8 * 1000, "by TCP");
+    assert_eq!(ours.status().requests_by_tcp, 2);
 }
 
 /// Records the events of a queue pair.
