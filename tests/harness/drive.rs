@@ -85,7 +85,7 @@ impl SmallDrive {
 
     /// Fills all remaining space, except for `spare` bytes, as another program would.
     pub(crate) fn fill(&self, spare: u64) {
-        let mut filler = File::create(self.filler()).unwrap();
+        let mut filler = File::options().create(true).append(true).open(self.filler()).unwrap();
         while filler.write_all(&[1; 512]).is_ok() {}
         let len = filler.metadata().unwrap().len();
         filler.set_len(len.saturating_sub(spare)).unwrap();
