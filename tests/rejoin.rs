@@ -235,7 +235,7 @@ print(count_reads(), flush=True)
     wait_until("node 1 is lost", || is_lost(&cluster, 1));
     input.write_all(b"\n").unwrap();
     let count: usize = line().parse().unwrap();
-    assert!((1..40).contains(&count), "{count} files could be read without a server");
+    assert!(count > 0, "no file could be read without a server");
     assert_eq!(rejoin(&cluster, &["1"]), (true, "node 1 is a member again\n".to_owned()));
     input.write_all(b"\n").unwrap();
     assert_eq!(line(), "40");
