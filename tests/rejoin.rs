@@ -59,7 +59,10 @@ fn read_batch(view: &View, context: &str) {
 
 /// Returns the state of a node as `status` reports it on another node.
 fn node_status(cluster: &Cluster, node: u16) -> serde_json::Value {
-    let asked = (node + 1) % NODES;
+    state_on(cluster, (node + 1) % NODES, node)
+}
+
+fn state_on(cluster: &Cluster, asked: u16, node: u16) -> serde_json::Value {
     let output = output_of(cluster.dayfly().args(["status", "--json"]).env("DAYFLY_NODE", asked.to_string()));
     let mut status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     status["nodes"][usize::from(node)].take()
@@ -401,6 +404,18 @@ fn a_server_that_was_told_to_exit_is_not_replaced() {
         read_all(&cluster.view(node), "d", "on the new server");
     }
     cluster.down();
+}
+
+/// SEMANTICS: "The last server that is left ends the session instead."
+#[test]
+fn the_last_server_that_is_told_to_exit_ends_the_session() {
+    let cluster = session();
+    for node in 1..NODES {
+        signal(cluster.pids()[&node], Signal::SIGTERM);
+        wait_until("it is lost", || state_on(&cluster, 0, node)["lost_for_ms"].is_u64());
+    }
+    signal(cluster.pids()[&0], Signal::SIGTERM);
+    cluster.wait_until_clean("the session has ended");
 }
 
 /// The supervisor may notice that a server has died because the server takes no message anymore.

@@ -58,6 +58,13 @@ pub fn note_handler(number: c_int) {
     }
 }
 
+/// Learns that the program has taken the handler for a signal away.
+pub fn forget_handler(number: c_int) {
+    if (1..=64).contains(&number) {
+        HANDLED.fetch_and(!bit(number), Ordering::Relaxed);
+    }
+}
+
 /// Defers cancellation of this thread until the result is dropped. Deferrals may nest.
 #[must_use]
 pub fn defer() -> Deferral {
@@ -116,5 +123,10 @@ mod tests {
         assert!(is_blocked(libc::SIGUSR2));
         drop(outer);
         assert!(!is_blocked(libc::SIGUSR2));
+        // A signal whose handler is gone must be able to end the program.
+        [libc::SIGUSR2, -1, 65].into_iter().for_each(forget_handler);
+        let without = uninterrupted();
+        assert!(!is_blocked(libc::SIGUSR2));
+        drop(without);
     }
 }

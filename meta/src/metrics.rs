@@ -162,7 +162,7 @@ metrics! {
         |node| one(node.network.written_bytes);
     "dayfly_rdma_read_bytes_total" Counter "" "Bytes read from peers' memory when they ship blocks of a stage-in."
         |node| one(node.network.read_bytes);
-    "dayfly_rdma_requests_by_tcp_total" Counter "" "Requests for blocks that went over TCP although the node uses RDMA: the queue pair did not exist, was full, or failed."
+    "dayfly_rdma_requests_by_tcp_total" Counter "" "Requests for blocks that went over TCP although the node uses RDMA: no queue pair worked, it was full, or it cannot carry the request."
         |node| one(node.network.requests_by_tcp);
     "dayfly_rdma_queue_pairs" Gauge "" "Queue pairs that exist now."
         |node| one(node.network.queue_pairs);

@@ -1,11 +1,17 @@
 //! Signal handlers that use the namespace, at random instructions of the program and of the library.
 
 use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
 
 use super::{STRESS_SECONDS, compile};
 use crate::harness::twin::Twin;
-use crate::harness::{Ground, output_of, pack, text};
+use crate::harness::{Ground, output_of, pack, signal, text, wait_for, wait_until};
 
 /// The path of the files in the namespace.
 const ROOT: &str = "/dayfly/signals";
@@ -77,4 +83,49 @@ fn a_handler_may_be_the_first_to_use_the_namespace() {
     // A longer test has more of these processes, too.
     let runs = if std::env::var(STRESS_SECONDS).is_ok() { "200" } else { "40" };
     Signals::new().run("first", runs);
+}
+
+/// SEMANTICS: "While the library waits for the server, a signal with a handler waits too. A signal without a handler ends the program
+/// at once."
+#[test]
+fn a_signal_whose_handler_is_gone_ends_a_program_that_waits() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..40).for_each(|number| fs::write(ground.at(format!("d/{number}")), "a sample").unwrap());
+    let cluster = ground.up_rejoining(2, &["--lost-after", "600"]);
+    cluster.stage_compressed("d", "/dayfly/d");
+    // Reads of its files wait until it is lost.
+    let stopped = cluster.pids()[&1];
+    signal(stopped, Signal::SIGSTOP);
+    let program = "
+import os, signal, subprocess
+files = [os.open(f'/dayfly/d/{number}', os.O_RDONLY) for number in range(40)]
+for action in (lambda *_: None, signal.SIG_DFL): signal.signal(signal.SIGTERM, action)
+# Its child, of a vfork, sets no handler for SIGPIPE.
+signal.signal(signal.SIGPIPE, lambda *_: None)
+subprocess.run(['true'], check=True)
+print(os.getpid(), flush=True)
+while True:
+    for file in files: os.pread(file, 10, 0)
+";
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--node", "0", "--", "python3", "-c", program]);
+    let mut python = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    BufReader::new(python.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let pid: i32 = line.trim().parse().unwrap();
+    let blocked = || {
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
+        let mask = u64::from_str_radix(mask.trim(), 16).unwrap();
+        [Signal::SIGPIPE, Signal::SIGTERM].map(|number| mask >> (number as i32 - 1) & 1 == 1)
+    };
+    wait_until("handlers wait", || blocked()[0]);
+    assert!(!blocked()[1]);
+    let begin = Instant::now();
+    signal(pid, Signal::SIGTERM);
+    let status = wait_for(&mut python, Duration::from_secs(20));
+    signal(stopped, Signal::SIGCONT);
+    assert_eq!(status.and_then(|status| status.signal()), Some(15), "after {:?}", begin.elapsed());
+    cluster.down();
 }

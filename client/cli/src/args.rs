@@ -59,14 +59,20 @@ impl Arguments {
         Self::from_arg_matches(&matches).map_err(|error| error.format(&mut command))
     }
 
-    /// Checks what the parser cannot check: that the launch options have an effect.
+    /// Checks what the parser cannot check: that the launch options have an effect, and how many paths there are, because the parser
+    /// counts those before an option and those after it by themselves.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let launch = match &self.command {
-            Command::Up(arguments) => &arguments.session.launch,
-            Command::Run(arguments) => &arguments.session.launch,
-            _ => return Ok(()),
+        let needs_paths = |paths: &[OsString]| match paths {
+            [_, _, ..] => Ok(()),
+            _ => Err("give at least one SOURCE, and a TARGET".to_owned()),
         };
-        launch.check()
+        match &self.command {
+            Command::Up(arguments) => arguments.session.launch.check(),
+            Command::Run(arguments) => arguments.session.launch.check(),
+            Command::StageIn(arguments) => needs_paths(&arguments.paths),
+            Command::Cp(arguments) => needs_paths(&arguments.paths),
+            _ => Ok(()),
+        }
     }
 }
 
@@ -165,6 +171,14 @@ mod tests {
             check(&format!("up --local {number}"), Some("it is not a whole number from 1 to 250"));
         }
         check("stage-in a /dayfly/a --seed 18446744073709551615", None);
+        check("stage-in a --seed 1 b --copies 2 /dayfly/a --json", None);
+        check("cp /dayfly/a -r b", None);
+        for alone in ["stage-in /dayfly/a", "stage-in --seed 1 /dayfly/a", "cp a"] {
+            check(alone, Some("give at least one SOURCE, and a TARGET"));
+        }
+        for without in ["stage-in", "cp -r"] {
+            check(without, Some("<SOURCE>... <TARGET>"));
+        }
         check("top --interval -1", Some("is not a number of seconds"));
         for wrong in ["a.tar", ":/dayfly/a", "a.tar:dayfly"] {
             check(&format!("run --stage-in {wrong} -- true"), Some("as in train.tar:/dayfly/train"));

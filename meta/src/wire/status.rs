@@ -137,7 +137,7 @@ pub struct Network {
     pub written_bytes: u64,
     /// Bytes read from peers' memory, when they ship batches.
     pub read_bytes: u64,
-    /// Requests for blocks that went over TCP although the node uses RDMA: the queue pair did not exist, was full, or failed.
+    /// Requests for blocks that went over TCP although the node uses RDMA: no queue pair worked, it was full, or it cannot carry the request.
     pub requests_by_tcp: u64,
     /// Queue pairs that exist now.
     pub queue_pairs: u64,

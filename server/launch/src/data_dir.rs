@@ -157,7 +157,7 @@ pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16)
 /// Returns how much each of this machine's `servers` may take later, in place of [`capacity`], if other programs make room.
 pub(crate) fn growth(wanted: Option<u64>, servers: u16) -> Growth {
     let percent = if wanted.is_some() { SHARE_PERCENT_MAX } else { SHARE_PERCENT };
-    Growth { permille: percent * 10 / u64::from(servers), most: wanted.unwrap_or(u64::MAX) }
+    Growth { millionths: percent * 10_000 / u64::from(servers), most_bytes: wanted.unwrap_or(u64::MAX) }
 }
 
 /// Returns the bytes that are currently free on the file systems of the data dirs.

@@ -51,10 +51,10 @@ fn advice(error: &io::Error) -> &'static str {
 /// one has one: it starts in the middle of the session, when other programs may have filled the drives for a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Growth {
-    /// The part, in thousandths, of the bytes that are free or used by the server itself.
-    pub permille: u64,
+    /// The part, in millionths, of the bytes that are free or used by the server itself.
+    pub millionths: u64,
     /// The most bytes in all data dirs together.
-    pub most: u64,
+    pub most_bytes: u64,
 }
 
 /// A data dir with a share of the node's capacity.
@@ -108,7 +108,8 @@ impl Drive {
         let drive = |((path, free), &device): ((&PathBuf, u64), &u64)| {
             // Data dirs on one file system share its space.
             let neighbors = devices.iter().filter(|&&other| other == device).count() as u64;
-            let growth = growth.map(|all| Growth { permille: all.permille / neighbors, most: all.most / paths.len() as u64 });
+            let growth = growth
+                .map(|all| Growth { millionths: all.millionths / neighbors, most_bytes: all.most_bytes / paths.len() as u64 });
             // The share is never more than the file system has free, even if the user asks for more.
             let share = share(free).min(free);
             Ok(Arc::new(Self {
@@ -183,8 +184,8 @@ impl Drive {
 
     /// Returns the share that the drive may have if so many bytes are free on it or used by this server; 0 if it cannot grow.
     fn grown(&self, bytes: u64) -> u64 {
-        let part = |growth: Growth| (u128::from(bytes) * u128::from(growth.permille) / 1000) as u64;
-        self.growth.map_or(0, |growth| part(growth).min(growth.most))
+        let part = |growth: Growth| (u128::from(bytes) * u128::from(growth.millionths) / 1_000_000) as u64;
+        self.growth.map_or(0, |growth| part(growth).min(growth.most_bytes))
     }
 
     /// Looks for room that other programs have made since the drive was full, or since this server started.
@@ -358,14 +359,14 @@ mod tests {
         let fixed = open(1000, None);
         fixed.look_for_room();
         assert_eq!((fixed.capacity(), fixed.free_but_for_others()), (1000, 1000));
-        let growing = open(1000, Some(Growth { permille: 900, most: 50_000 }));
+        let growing = open(1000, Some(Growth { millionths: 900_000, most_bytes: 50_000 }));
         let _reserved = growing.reserve(400).unwrap();
         assert_eq!((growing.capacity(), growing.free_but_for_others()), (1000, 49_600));
         growing.set_full();
         assert_eq!(growing.capacity(), 400);
         growing.look_for_room();
         assert_eq!((growing.capacity(), growing.free_but_for_others()), (50_000, 49_600));
-        let whole = open(1000, Some(Growth { permille: 900, most: 1900 }));
+        let whole = open(1000, Some(Growth { millionths: 900_000, most_bytes: 1900 }));
         whole.look_for_room();
         assert_eq!(whole.capacity(), 1000, "less than twice as much");
     }

@@ -50,13 +50,14 @@ pub(crate) struct CatArguments {
 /// An existing file is replaced once its copy is complete. If the target is a device or FIFO, the
 /// content is written into it, and its permissions stay as they are.
 #[derive(Args)]
+#[command(override_usage = "dayfly cp [OPTIONS] <SOURCE>... <TARGET>")]
 pub(crate) struct CpArguments {
     /// Copy directories with everything in them.
     #[arg(short, visible_short_alias = 'R')]
     pub(crate) recursive: bool,
     /// SOURCE... TARGET, where the sources are in the namespace and TARGET is a local file or
     /// directory.
-    #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
+    #[arg(required = true, value_name = "PATH")]
     pub(crate) paths: Vec<OsString>,
 }
 

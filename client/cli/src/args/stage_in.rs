@@ -25,9 +25,10 @@ use crate::size;
 /// Examples: dayfly stage-in '/pfs/train-*.tar' /dayfly/train; dayfly stage-in /pfs/images
 /// /dayfly/images
 #[derive(Args)]
+#[command(override_usage = "dayfly stage-in [OPTIONS] <SOURCE>... <TARGET>")]
 pub(crate) struct StageInArguments {
     /// SOURCE... TARGET, where TARGET is a path in the namespace.
-    #[arg(required = true, num_args = 2.., value_names = ["SOURCE", "TARGET"])]
+    #[arg(required = true, value_name = "PATH")]
     pub(crate) paths: Vec<OsString>,
     #[command(flatten)]
     pub(crate) options: StageInOptions,

@@ -265,7 +265,8 @@ fn network_as_json(network: &Network) -> Value {
         "transport": kind(network).to_lowercase(), "detail": network.detail, "fallen_back": fallen_back.collect::<Vec<_>>(),
         "posts": network.posts, "works": network.works, "completions": network.completions, "wake_ups": network.wake_ups,
         "written_bytes": network.written_bytes, "read_bytes": network.read_bytes,
-        "requests_by_tcp": network.requests_by_tcp, "queue_pairs": network.queue_pairs, "failed": network.failed, "registered_bytes": network.registered_bytes,
+        "requests_by_tcp": network.requests_by_tcp, "queue_pairs": network.queue_pairs, "failed": network.failed,
+        "registered_bytes": network.registered_bytes,
     })
 }
 

@@ -18,6 +18,7 @@ use crate::attach::next_sigaction;
 use crate::memory::{FromC, errno, fail, zeroed};
 use crate::next::{self, early};
 use crate::setup::setup;
+use crate::vfork;
 
 /// The kernel's flag for an action with a return address, which glibc sets in every action, and which programs see.
 #[cfg(target_arch = "x86_64")]
@@ -31,7 +32,13 @@ hook! {
             prepare(number, new.sa_sigaction);
         }
         if number != SIGBUS || !bus_error::is_available() {
-            return sigaction::next(number, new, old);
+            let result = sigaction::next(number, new, old);
+            if let Some(new) = new.get()
+                && result == 0
+            {
+                settle(number, new.sa_sigaction);
+            }
+            return result;
         }
         let before = match new.get().map(|new| Disposition::of(&new)) {
             Some(new) => {
@@ -59,7 +66,7 @@ hook! {
     fn signal | bsd_signal | ssignal (number: c_int, handler: usize) -> isize {
         prepare(number, handler);
         if number != SIGBUS || !bus_error::is_available() {
-            return signal::next(number, handler);
+            return settled(number, handler, signal::next(number, handler));
         }
         replace(handler, 1 << (SIGBUS - 1), libc::SA_RESTART)
     }
@@ -67,14 +74,14 @@ hook! {
     fn sysv_signal | __sysv_signal (number: c_int, handler: usize) -> isize {
         prepare(number, handler);
         if number != SIGBUS || !bus_error::is_available() {
-            return sysv_signal::next(number, handler);
+            return settled(number, handler, sysv_signal::next(number, handler));
         }
         replace(handler, 0, libc::SA_RESETHAND | libc::SA_NODEFER)
     }
 
     fn sigset(number: c_int, handler: usize) -> isize {
         prepare(number, handler);
-        sigset::next(number, handler)
+        settled(number, handler, sigset::next(number, handler))
     }
 
     fn sigprocmask(how: c_int, new: FromC<*const sigset_t>, old: FromC<*mut sigset_t>) -> c_int {
@@ -92,10 +99,45 @@ hook! {
 fn prepare(number: c_int, handler: usize) {
     if setup().is_some() {
         early::look_up_all();
-        if !matches!(handler, libc::SIG_DFL | libc::SIG_IGN) {
-            cancellation::note_handler(number);
-        }
+        note_handler(number, handler);
     }
+}
+
+fn note_handler(number: c_int, handler: usize) {
+    if is_handler(handler) {
+        cancellation::note_handler(number);
+    }
+}
+
+fn is_handler(action: usize) -> bool {
+    // SIG_HOLD, which only `sigset` takes, leaves the action as it is.
+    const SIG_HOLD: usize = 2;
+    !matches!(action, libc::SIG_DFL | libc::SIG_IGN | SIG_HOLD)
+}
+
+/// Takes note of an action that has been set. A signal without a handler is not blocked while this library waits, so that it can end
+/// the program.
+fn settle(number: c_int, action: usize) {
+    // The actions of a `vfork` child are its own, unlike its memory.
+    if vfork::child().is_some() {
+        return;
+    }
+    if !is_handler(action) {
+        cancellation::forget_handler(number);
+    }
+    // Another thread may have set a handler at the same time.
+    let mut current: Action = zeroed();
+    if next::sigaction(number, FromC::<*mut Action>::null().as_const(), (&mut current).into()) == 0 {
+        note_handler(number, current.sa_sigaction);
+    }
+}
+
+/// Takes note of an action that has been set with a call of this result.
+fn settled(number: c_int, action: usize, result: isize) -> isize {
+    if result != libc::SIG_ERR as isize {
+        settle(number, action);
+    }
+    result
 }
 
 /// Sets the program's handler for SIGBUS, and returns the one before.
