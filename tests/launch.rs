@@ -209,6 +209,17 @@ fn two_commands_may_end_a_session_at_once() {
     }
 }
 
+/// The other server may have ended because another command asked it first, or have died a moment ago.
+#[test]
+fn a_session_ends_without_complaints_about_servers_that_have_ended_already() {
+    let cluster = Ground::new().up_with(3, &["--lost-after", "60"]);
+    cluster.kill(2);
+    let output = cluster.output(&["down"]);
+    assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
+    assert!(text(&output.stdout).contains("2 nodes ended"), "{}", text(&output.stdout));
+    cluster.assert_clean();
+}
+
 /// SEMANTICS: "Within a job, commands use that job's session, and never another job's."
 #[test]
 fn commands_in_a_job_use_the_session_of_that_job() {

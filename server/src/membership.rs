@@ -28,7 +28,7 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, REJOINS_WAITING_MAX, START_TIMEOUT, TREE_WIDTH};
 use dayfly_meta::roster::LeaseRound;
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, AgreedNetwork, Rejection};
-use dayfly_transport::{Agreement, Transport};
+use dayfly_transport::{Agreement, LossCause, Transport, TransportError};
 use futures_util::future::{join_all, try_join_all};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
@@ -268,8 +268,7 @@ impl Membership {
     /// session on this node, with [`Self::end`], once the answer to the user has gone out.
     pub(crate) async fn end_others(&self, spared: &[u16]) -> Ending {
         let others = self.peers.live().into_iter().filter(|node| *node != self.node && !spared.contains(&node.0));
-        let timeout = self.peers.deadlines().request;
-        let asking = join_all(others.map(|node| self.peers.ask(node, AdministrationRequest::End, timeout)));
+        let asking = join_all(others.map(|node| self.ask_to_end(node)));
         let mut ending = Ending::default();
         for answer in asking.await {
             match answer {
@@ -280,6 +279,8 @@ impl Membership {
                 Ok(_) => {}
                 // Another command has ended the session here.
                 Err(_) if self.has_ended() => ending.nodes += 1,
+                // Another command has ended it there first, or its server has died.
+                Err(error) if error.is_ended() => {}
                 Err(error) => ending.failures.push(error.to_string()),
             }
         }
@@ -291,6 +292,17 @@ impl Membership {
             Err(error) => ending.failures.push(format!("node {}: {error}", self.node)),
         }
         ending
+    }
+
+    async fn ask_to_end(&self, node: NodeId) -> Result<AdministrationReply, PeerError> {
+        let ask = || self.peers.ask(node, AdministrationRequest::End, self.peers.deadlines().request);
+        match ask().await {
+            // The end of the connection does not tell whether the server has ended. The next dial does.
+            Err(PeerError::Transport(TransportError::Lost { cause: LossCause::Closed | LossCause::Failed(_), .. })) => {
+                ask().await
+            }
+            answer => answer,
+        }
     }
 
     /// Frees all the space that this node uses on its drives, even in files that are still open. Returns the bytes freed.

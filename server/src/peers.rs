@@ -15,6 +15,7 @@ mod pull_bytes;
 mod roster_cell;
 mod suspects;
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -26,7 +27,7 @@ use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, PAIRS_ALL_TRIED_NODES, START_TIMEO
 use dayfly_meta::roster::{Roster, RosterChange};
 use dayfly_meta::wire::peer::{Answered, OfferReply, OfferRequest, Rejection, RejectionKind, RequestKind};
 use dayfly_meta::wire::{InvalidMessage, decode_sealed, encode_sealed};
-use dayfly_transport::{Connection, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
+use dayfly_transport::{Connection, LossCause, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
 use tokio::time::Instant;
 
 use crate::blocking::Blocking;
@@ -79,6 +80,12 @@ impl PeerError {
             Self::Rejected { rejection, .. } => rejection.kind == RejectionKind::PeerFailed,
             _ => false,
         }
+    }
+
+    /// Returns whether the error means that the node's server has ended: nothing listens at its address.
+    pub(crate) fn is_ended(&self) -> bool {
+        matches!(self, Self::Transport(TransportError::Lost { cause: LossCause::Unreachable(error), .. })
+            if error.kind() == io::ErrorKind::ConnectionRefused)
     }
 
     /// Converts the error into the rejection with which this node answers another node. A peer's rejection keeps its kind; most
