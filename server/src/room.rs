@@ -1,7 +1,7 @@
 //! Manages the room on this node's drives: stage-ins get what they need, and cached blocks may use the rest.
 //!
 //! Cached blocks are copies of other nodes' blocks, and blocks that this node owns but found no room for when they were staged in.
-//! They give way to stage-ins: a stage-in that finds no room calls
+//! Except for what is kept, they give way to stage-ins: a stage-in that finds no room calls
 //! [`Room::make_room`] (for blocks) or [`Room::make_headroom`] (for what it writes in addition to blocks). Both evict cached
 //! blocks. Whenever datasets, policies or the members of the session change, [`Room::plan_cache`] divides the free room among the datasets again.
 //!
@@ -219,9 +219,11 @@ impl Room {
     fn shares(&self, free: u64) -> CacheShares {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let datasets = self.store.datasets();
+        // `free` leaves room for what is kept.
+        let kept = self.store.kept_bytes();
         let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
         let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
-        CacheShares::that_fit(free.min(limit), unstored, remote.saturating_sub(unstored))
+        CacheShares::that_fit(free.min(limit), unstored.saturating_sub(kept), remote.saturating_sub(unstored))
     }
 
     /// Divides the room again if other programs had filled the drives, and have freed some of that.
@@ -280,8 +282,7 @@ impl Room {
     /// Withdraws about `bytes` of cached blocks, so that no process starts to read them. Returns `false` if none are cached.
     fn withdraw(&self, bytes: u64) -> bool {
         let cached_room = self.store.cached_room();
-        let cached: Vec<Arc<Dataset>> =
-            self.store.datasets().into_iter().filter(|dataset| dataset.cached_blocks().threshold() > 0).collect();
+        let cached: Vec<Arc<Dataset>> = self.store.datasets().into_iter().filter(|dataset| dataset.can_cache_less()).collect();
         for dataset in &cached {
             dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, cached_room));
         }

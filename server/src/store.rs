@@ -136,7 +136,7 @@ impl Store {
     }
 
     /// Returns the bytes that a stage-in may still take: the free part of our capacity, or less where other programs have filled
-    /// the file systems, plus the room of cached blocks, which can be evicted.
+    /// the file systems, plus the room of cached blocks, which can be evicted, without the room of blocks that are kept.
     pub(crate) fn free(&self) -> u64 {
         // Free bytes are summed by file system, because two data dirs may share one.
         let mut by_device = BTreeMap::new();
@@ -144,7 +144,8 @@ impl Store {
             let free: &mut (u64, u64) = by_device.entry(drive.device()).or_default();
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
-        by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>() + self.cached_room()
+        let free = by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>();
+        (free + self.cached_room()).saturating_sub(self.kept_room())
     }
 
     /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns how many of
@@ -171,7 +172,8 @@ impl Store {
 
     /// Returns what [`Self::free`] would be if other programs had left our capacity on the file systems free.
     pub(crate) fn free_capacity(&self) -> u64 {
-        self.drives.iter().map(|drive| drive.free_but_for_others()).sum::<u64>() + self.cached_room()
+        let free = self.drives.iter().map(|drive| drive.free_but_for_others()).sum::<u64>();
+        (free + self.cached_room()).saturating_sub(self.kept_room())
     }
 
     /// Returns whether our capacity on one drive has room for `bytes` of blocks, whatever other programs have left of its file system.
@@ -195,9 +197,25 @@ impl Store {
         was_protected
     }
 
-    /// Returns the bytes of room that cached blocks take.
+    /// Returns the bytes of room that cached blocks take, those that are kept included.
     pub(crate) fn cached_room(&self) -> u64 {
         self.datasets().iter().map(|dataset| dataset.segments().cached_room()).sum()
+    }
+
+    /// Returns the bytes of room that cached blocks take and can give up.
+    pub(crate) fn evictable_room(&self) -> u64 {
+        self.cached_room().saturating_sub(self.kept_room())
+    }
+
+    /// Returns the bytes of the blocks that stay on this node once they have come to it.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.datasets().iter().map(|dataset| dataset.kept_bytes()).sum()
+    }
+
+    fn kept_room(&self) -> u64 {
+        let bytes = self.kept_bytes();
+        // Alignment wastes less than this.
+        bytes + bytes / 64
     }
 
     pub(crate) fn used(&self) -> u64 {

@@ -163,20 +163,46 @@ impl Fetcher {
     }
 
     /// Reads the chunks of which other nodes hold copies, or that other nodes have held in place of this one. Returns the others.
+    ///
+    /// Each holder is asked until one has the chunk: another new server lacks the same chunks as this one.
     async fn read_from_holders(
         &self,
         dataset: &Arc<Dataset>,
+        mut new: Vec<(Chunk, OpenRead)>,
+        read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
+    ) -> Vec<(Chunk, OpenRead)> {
+        let absent = self.absent(dataset);
+        let sources: HashMap<BlockId, Vec<(NodeId, bool)>> = new
+            .iter()
+            .map(|(chunk, _)| {
+                let holders = match dataset.copies() {
+                    1 => Vec::new(),
+                    _ => self.good_holders(dataset, chunk.block, absent.as_ref()),
+                };
+                let substitute = self.substitute(dataset, chunk.block).map(|node| (node, true));
+                (chunk.block, holders.into_iter().map(|node| (node, false)).chain(substitute).collect())
+            })
+            .collect();
+        for turn in 0..sources.values().map(Vec::len).max().unwrap_or(0) {
+            let mut by_holder = BTreeMap::<(NodeId, bool), Vec<Chunk>>::new();
+            for (chunk, _) in &new {
+                if let Some(&source) = sources.get(&chunk.block).and_then(|sources| sources.get(turn)) {
+                    by_holder.entry(source).or_default().push(*chunk);
+                }
+            }
+            new = self.read_from(dataset, by_holder, new, read).await;
+        }
+        new
+    }
+
+    /// Reads chunks from these nodes. Returns those that they did not send.
+    async fn read_from(
+        &self,
+        dataset: &Arc<Dataset>,
+        by_holder: BTreeMap<(NodeId, bool), Vec<Chunk>>,
         new: Vec<(Chunk, OpenRead)>,
         read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
     ) -> Vec<(Chunk, OpenRead)> {
-        let mut by_holder = BTreeMap::<(NodeId, bool), Vec<Chunk>>::new();
-        for (chunk, _) in &new {
-            let substitute = || self.substitute(dataset, chunk.block).map(|holder| (holder, true));
-            let holder = self.surviving_holder(dataset, chunk.block).map(|holder| (holder, false));
-            if let Some(holder) = holder.or_else(substitute) {
-                by_holder.entry(holder).or_default().push(*chunk);
-            }
-        }
         let parts = by_holder.into_iter().flat_map(|(holder, chunks)| {
             parts(dataset, chunks).into_iter().map(move |chunks| (holder, chunks)).collect::<Vec<_>>()
         });

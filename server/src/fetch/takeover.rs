@@ -123,7 +123,7 @@ impl Fetcher {
     }
 
     /// Returns the other nodes that hold a block since the stage-in, and from which it can be read as far as this node knows.
-    fn good_holders(&self, dataset: &Dataset, block: BlockId, absent: Option<&NodeSet>) -> Vec<NodeId> {
+    pub(super) fn good_holders(&self, dataset: &Dataset, block: BlockId, absent: Option<&NodeSet>) -> Vec<NodeId> {
         let mut holders = dataset.holders(block);
         let is_absent = |node| absent.is_some_and(|absent| absent.contains(node));
         let own = self.peers.own_node();
@@ -171,6 +171,10 @@ impl Fetcher {
         }
         let mut skipped = self.absent(dataset).unwrap_or_default();
         skipped.insert(self.peers.own_node());
+        // The other holders have been asked.
+        dataset.holders(block).into_iter().for_each(|holder| {
+            skipped.insert(holder);
+        });
         dataset.candidate(block, &skipped)
     }
 

@@ -2,7 +2,8 @@
 //! Hashes give the ranks, so the choice is the same in every epoch. If a dataset does not fit entirely, its blocks do not evict
 //! each other again and again, as they would with an LRU. Blocks that this node owns but did not store for lack of room come
 //! before the blocks of other nodes, because each read of theirs is a read of the parallel file system.
-//! So do blocks that this node holds in place of lost owners.
+//! So do blocks that this node holds in place of lost owners. Blocks that belong on this node for good (see `taken_over`) have the
+//! lowest rank, and the threshold never falls so far that they make way.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
@@ -196,31 +197,48 @@ impl Dataset {
 
     /// Returns a block's rank. The blocks with the lowest ranks, up to a share of [`ALL`], have about that share of all bytes.
     fn rank(&self, block: BlockId) -> u64 {
+        if self.is_kept(block) {
+            return 0;
+        }
         let (hash, unstored) = (hash(block, self.catalog().header().seed), self.unstored_share());
-        match self.is_holder(block) || self.is_to_come_back(block) {
+        let rank = match self.is_holder(block) || self.is_to_come_back(block) {
             true => part_of(unstored, hash),
             false => unstored + part_of(ALL - unstored, hash),
-        }
+        };
+        rank.max(1)
     }
 
-    /// Returns the share of the blocks to cache that this node holds but did not store.
+    /// Returns the lowest threshold, which selects the blocks that are kept, and no others.
+    fn lowest_threshold(&self) -> u64 {
+        self.has_kept().into()
+    }
+
+    /// Returns the share of the blocks to cache that this node holds but did not store. Those that are kept do not count.
     fn unstored_share(&self) -> u64 {
-        let share = u128::from(self.unstored_bytes()) * u128::from(ALL);
-        share.checked_div(self.remote_bytes().into()).map_or(0, |share| share.min(ALL.into()) as u64)
+        let kept = self.kept_bytes();
+        let share = u128::from(self.unstored_bytes().saturating_sub(kept)) * u128::from(ALL);
+        let among = self.remote_bytes().saturating_sub(kept);
+        share.checked_div(among.into()).map_or(0, |share| share.min(ALL.into()) as u64)
     }
 
     /// Returns the threshold that selects these shares of the dataset's blocks.
     pub(crate) fn cache_threshold(&self, shares: CacheShares) -> u64 {
         let unstored = self.unstored_share();
-        match shares.unstored {
+        let threshold = match shares.unstored {
             ALL => unstored + part_of(ALL - unstored, shares.others),
             share => part_of(unstored, share),
-        }
+        };
+        threshold.max(self.lowest_threshold())
     }
 
     /// Returns whether these shares select clearly more blocks than the threshold does now.
     pub(crate) fn can_cache_more(&self, shares: CacheShares) -> bool {
         self.cache_threshold(shares) > self.cached_blocks().threshold() + ALL / 64
+    }
+
+    /// Returns whether cached blocks can make way.
+    pub(crate) fn can_cache_less(&self) -> bool {
+        self.cached_blocks().threshold() > self.lowest_threshold()
     }
 
     /// Raises the threshold to `threshold`, so that all blocks whose rank is below it are cached. Does nothing if the present
@@ -232,7 +250,8 @@ impl Dataset {
         }
         // A process maps a segment with the length that the segment has when the process first sees it. So the segment gets its
         // final length now, without taking room.
-        let most = (u128::from(self.remote_bytes()) * u128::from(threshold) / u128::from(ALL)) as u64;
+        let kept = self.kept_bytes();
+        let most = kept + part_of(self.remote_bytes().saturating_sub(kept), threshold);
         let more = most.saturating_sub(self.cached_blocks().usage().1);
         self.segments().begin_cached_region(room_for(more) + more / 16)?;
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
@@ -338,8 +357,9 @@ impl Dataset {
     }
 
     /// Lowers the threshold to `threshold`, so that only blocks whose rank is below it stay cached, and withdraws the others. If
-    /// `threshold` is higher than before, only blocks whose rank has changed are withdrawn. A process that copies a withdrawn block notices afterward that it was withdrawn. A process that views a block in place
-    /// does not notice, so the caller waits until there are no views before it calls [`Self::free_withdrawn`].
+    /// `threshold` is higher than before, only blocks whose rank has changed are withdrawn. A process that copies a withdrawn block
+    /// notices afterward that it was withdrawn. A process that views a block in place does not notice, so the caller waits until there
+    /// are no views before it calls [`Self::free_withdrawn`].
     pub(crate) fn lower_cache_threshold(&self, threshold: u64) {
         let mut writing = self.cached_blocks().lock();
         let before = self.cached_blocks().threshold();
@@ -347,7 +367,7 @@ impl Dataset {
         if threshold >= before && !have_ranks_changed {
             return;
         }
-        let threshold = threshold.min(before);
+        let threshold = threshold.max(self.lowest_threshold()).min(before);
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         writing.has_withdrawn = true;
         let stays = |block: BlockId| self.rank(block) < threshold;

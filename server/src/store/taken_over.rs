@@ -3,6 +3,10 @@
 //!
 //! Such a block ranks among the blocks that this node owns but did not store, so it is cached before the blocks of live owners.
 //! When the lost node returns, it ranks as an ordinary cached block again.
+//!
+//! With several copies, a new server, or a node whose copies a stage-in left out, gets blocks that belong on it for good. These are
+//! *kept*: they have their room before anything is cached, and never make way. They lie among the cached blocks, because a process
+//! maps segments with the length that these have at first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,6 +28,8 @@ pub(super) struct TakenOver {
     is_incomplete: bool,
     /// Bytes of the blocks that this node holds in their place, and of the copies that are to come to this node.
     bytes: u64,
+    /// Bytes of the blocks that are kept once they have come to this node.
+    kept_bytes: u64,
 }
 
 impl Dataset {
@@ -34,8 +40,8 @@ impl Dataset {
         if known.lost == *lost && known.is_incomplete == is_incomplete {
             return;
         }
-        let bytes = self.bytes_to_take_over(lost);
-        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, is_incomplete, bytes });
+        let (bytes, kept_bytes) = (self.bytes_to_take_over(lost), self.count_kept_bytes());
+        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, is_incomplete, bytes, kept_bytes });
         self.cached_blocks().set_ranks_changed();
     }
 
@@ -58,6 +64,29 @@ impl Dataset {
     /// Returns whether this node is one of a block's holders, and the block is to come back to it.
     pub(crate) fn is_to_come_back(&self, block: BlockId) -> bool {
         self.is_incomplete() && self.holders(block).contains(&self.me())
+    }
+
+    /// Returns whether blocks are to come to this node that then stay.
+    pub(super) fn has_kept(&self) -> bool {
+        self.copies() > 1 && self.is_incomplete()
+    }
+
+    /// Returns whether a block stays on this node once it has come here.
+    pub(super) fn is_kept(&self, block: BlockId) -> bool {
+        self.has_kept() && self.catalog().is_stored(block) && self.is_to_come_back(block) && !self.has_own_copy(block)
+    }
+
+    /// Returns the bytes of the blocks that stay on this node once they have come here.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.taken_over().kept_bytes
+    }
+
+    fn count_kept_bytes(&self) -> u64 {
+        if !self.has_kept() {
+            return 0;
+        }
+        let blocks = (0..self.catalog().header().blocks).map(BlockId).filter(|&block| self.is_kept(block));
+        blocks.map(|block| self.catalog().block(block).map_or(0, |(_, len)| len)).sum()
     }
 
     /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,

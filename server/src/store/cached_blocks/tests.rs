@@ -276,29 +276,50 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
 }
 
 /// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Cached blocks get only the room that these leave."
+/// SEMANTICS: "Copies are never evicted."
 #[test]
-fn copies_that_the_stage_in_left_out_are_cached_first_and_their_room_is_counted() {
+fn copies_that_the_stage_in_left_out_never_make_way_once_they_are_made() {
     let folder = tempfile::tempdir().unwrap();
     let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
     let contents: Vec<Vec<u8>> = (0..600).map(|number| content(BlockId(number), 1000)).collect();
     let owner = |arrival: u32| StoredBlock { owner: NodeId(1 + (arrival % 3) as u16), arrival };
     let about = About { capacities: vec![1; 4], copies: 2, ..About::default() };
     let dataset = dataset_with(about, (DatasetId(1), b"d"), &drives, &contents, owner);
-    let plan = |room: u64| {
-        dataset.set_lost(&NodeSet::new());
-        let unstored = dataset.unstored_bytes();
-        dataset.cache_threshold(CacheShares::that_fit(room, unstored, dataset.remote_bytes() - unstored))
+    // `room` is what is left of the node's room.
+    let plan = |room: u64, lost: &[u16]| {
+        dataset.set_lost(&lost.iter().copied().map(NodeId).collect());
+        let (kept, unstored) = (dataset.kept_bytes(), dataset.unstored_bytes());
+        let shares = CacheShares::that_fit(room.saturating_sub(kept), unstored - kept, dataset.remote_bytes() - unstored);
+        let threshold = dataset.cache_threshold(shares);
+        dataset.lower_cache_threshold(threshold);
+        dataset.raise_cache_threshold(threshold).unwrap();
+        dataset.cached_blocks().resume();
+        (0..600).map(BlockId).filter(|block| dataset.is_selected(*block)).collect::<Vec<_>>()
     };
-    let selected = |threshold: u64| (0..600).map(BlockId).filter(|block| dataset.rank(*block) < threshold).collect::<Vec<_>>();
-    plan(300_000);
-    assert_eq!(dataset.unstored_bytes(), 0);
+    plan(300_000, &[]);
+    assert_eq!((dataset.unstored_bytes(), dataset.kept_bytes(), dataset.can_cache_less()), (0, 0, true));
     dataset.set_lacks_copies();
-    let threshold = plan(300_000);
+    let chosen = plan(300_000, &[]);
     let copies: Vec<BlockId> = (0..600).map(BlockId).filter(|block| dataset.is_to_come_back(*block)).collect();
     assert!((100..300).contains(&copies.len()), "{}", copies.len());
-    assert_eq!(dataset.unstored_bytes(), 1000 * copies.len() as u64);
-    let chosen = selected(threshold);
+    assert_eq!((dataset.unstored_bytes(), dataset.kept_bytes()), (1000 * copies.len() as u64, 1000 * copies.len() as u64));
     assert!(copies.iter().all(|block| chosen.contains(block)) && (250..330).contains(&chosen.len()), "{}", chosen.len());
-    let few = selected(plan(50_000));
-    assert!(few.iter().all(|block| copies.contains(block)) && (25..75).contains(&few.len()), "{}", few.len());
+    let bytes: Vec<(BlockId, Vec<u8>)> = chosen.iter().map(|&block| (block, content(block, 1000))).collect();
+    let chunks: Vec<(Chunk, &[u8])> =
+        bytes.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
+    dataset.write_cached(&chunks).unwrap();
+    dataset.sync_cached(&mut |_, _| {}).unwrap();
+    let found = || (0..600).map(BlockId).filter(|block| dataset.is_local(*block)).collect::<Vec<_>>();
+    assert_eq!(found(), chosen);
+
+    // The blocks that another loss brings here compete for the rest of the room, and the copies stay.
+    let with_taken = plan(250_000, &[1]);
+    assert!(dataset.unstored_bytes() > dataset.kept_bytes());
+    assert!(copies.iter().all(|block| with_taken.contains(block)) && (200..280).contains(&with_taken.len()));
+    assert!(copies.iter().all(|block| found().contains(block)));
+    // Nothing makes them give way: no plan with too little room, no stage-in, no `tune --cache off`.
+    assert_eq!((plan(50_000, &[]), dataset.can_cache_less()), (copies.clone(), false));
+    dataset.lower_cache_threshold(0);
+    dataset.free_withdrawn().unwrap();
+    assert_eq!(found(), copies);
 }
