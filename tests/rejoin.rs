@@ -346,7 +346,7 @@ fn rejoin_starts_servers_in_the_place_of_lost_ones() {
     wait_until("node 2 is lost", || is_lost(&cluster, 2));
     let (succeeded, message) = rejoin(&cluster, &["2"]);
     signal(pid, Signal::SIGCONT);
-    assert!(!succeeded && message.contains("already has a server"), "{message}");
+    assert!(!succeeded && message.contains("if that stands still, end its process first"), "{message}");
     wait_until("node 2 has returned", || !is_lost(&cluster, 2));
     assert_eq!(cluster.pids()[&2], pid);
     read_all(&cluster.view(2), "d", "after it stood still");
@@ -482,6 +482,20 @@ fn session_with_copies(archive: &str, copies: &str, options: &[&str]) -> Cluster
     cluster.ok(&["stage-in", "--copies", copies, cluster.at(archive).to_str().unwrap(), "/dayfly/d"]);
     fs::remove_file(cluster.at(archive)).unwrap();
     cluster
+}
+
+/// SEMANTICS: "It prefetches and caches as `tune` has set."
+#[test]
+fn a_new_server_has_the_settings_of_the_session() {
+    let cluster = session();
+    let settings = |node: u16| text(&output_of(cluster.dayfly().arg("tune").env("DAYFLY_NODE", node.to_string())).stdout);
+    let before = settings(3);
+    cluster.ok(&["tune", "--cache", "off", "--prefetch", "off", "--prefetch-memory", "10MiB"]);
+    for node in [3, 0] {
+        replace(&cluster, node);
+        assert!(settings(node) == settings(1) && settings(node) != before, "{}", settings(node));
+    }
+    cluster.down();
 }
 
 /// SEMANTICS: "With copies, a new server gets its blocks from the nodes that hold copies."

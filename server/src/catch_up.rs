@@ -4,6 +4,8 @@
 //! The node keeps the blocks that it has: a dataset that still exists stays as it is. Of a dataset that is new to the node it takes
 //! the catalog only; the blocks that it owns are read from their origins when they are needed.
 //!
+//! It also takes over how the others prefetch and cache, because that may have been changed with `tune`.
+//!
 //! A dataset that was replaced meanwhile stays visible until its successor takes its place, so that a path that exists before and
 //! after is never absent. Only a node without room for both catalogs gives up the old one first.
 
@@ -15,6 +17,7 @@ use std::sync::Arc;
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{BATCH_LEN_MAX, CATALOG_READS_RETRIED};
 use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest, ListedDataset, ReadRequest, Rejection, RejectionKind};
+use dayfly_meta::wire::status::Policy;
 use tokio::time::{Instant, sleep};
 
 use crate::arena::Arena;
@@ -78,9 +81,17 @@ pub(crate) struct CatchUp {
     pub(crate) arena: Arena,
     pub(crate) room: Arc<Room>,
     pub(crate) blocking: Arc<dyn Blocking>,
-    /// The datasets with which this node returned, until it has looked again which of them still exist. Locked while the node
-    /// catches up, because two tasks may want to at once.
-    pub(crate) brought: tokio::sync::Mutex<HashSet<DatasetId>>,
+    /// Locked while the node catches up, because two tasks may want to at once.
+    pub(crate) brought: tokio::sync::Mutex<Brought>,
+}
+
+/// With what this node returned.
+#[derive(Default)]
+pub(crate) struct Brought {
+    /// The datasets, until the node has looked again which of them still exist.
+    datasets: HashSet<DatasetId>,
+    /// How the other nodes prefetched and cached.
+    policy: Policy,
 }
 
 impl CatchUp {
@@ -96,8 +107,8 @@ impl CatchUp {
         Ok(self.look_again_locked(&mut brought).await?)
     }
 
-    async fn catch_up_locked(&self, brought: &mut HashSet<DatasetId>) -> Result<(), Cause> {
-        let (coordinator, listed) = self.list().await?;
+    async fn catch_up_locked(&self, brought: &mut Brought) -> Result<(), Cause> {
+        let (coordinator, listed, policy) = self.list().await?;
         if coordinator == self.peers.own_node() {
             return Ok(());
         }
@@ -105,20 +116,25 @@ impl CatchUp {
         // What this node took part in has ended meanwhile, one way or the other.
         self.stage_ins.end_all(&wanted).await?;
         self.follow(coordinator, listed, |dataset| wanted.contains(&dataset)).await?;
-        *brought = wanted;
+        self.room.set_policy(policy).await?;
+        *brought = Brought { datasets: wanted, policy };
         Ok(())
     }
 
-    async fn look_again_locked(&self, brought: &mut HashSet<DatasetId>) -> Result<(), Cause> {
-        let (coordinator, listed) = self.list().await?;
+    async fn look_again_locked(&self, brought: &mut Brought) -> Result<(), Cause> {
+        let (coordinator, listed, policy) = self.list().await?;
         if coordinator == self.peers.own_node() {
             return Ok(());
+        }
+        // Otherwise it has changed since this node is a member, and this node knows that.
+        if self.room.policy() == brought.policy && policy != brought.policy {
+            self.room.set_policy(policy).await?;
         }
         let wanted: HashSet<DatasetId> = listed.iter().map(|listed| listed.dataset).collect();
         // Stage-ins in which this node takes part began after its return. The coordinator does not list their datasets before all
         // nodes show them.
-        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset) || !brought.contains(&dataset)).await?;
-        brought.clear();
+        self.follow(coordinator, listed, |dataset| wanted.contains(&dataset) || !brought.datasets.contains(&dataset)).await?;
+        brought.datasets.clear();
         Ok(())
     }
 
@@ -193,16 +209,16 @@ impl CatchUp {
         Ok(())
     }
 
-    /// Asks the coordinator for its datasets. A new coordinator is not ready at once. If this node has only heard of a new one by its
+    /// Asks the coordinator for its datasets, and how nodes prefetch and cache. A new coordinator is not ready at once. If this node has only heard of a new one by its
     /// requests, the old one must not answer, for it does not know what the new one has published.
-    async fn list(&self) -> Result<(NodeId, Vec<ListedDataset>), Cause> {
+    async fn list(&self) -> Result<(NodeId, Vec<ListedDataset>, Policy), Cause> {
         let (start, deadlines) = (Instant::now(), *self.peers.deadlines());
         loop {
             let roster = self.peers.roster();
             let coordinator = roster.coordinator();
             let request = CoordinatorRequest::Datasets { epoch: self.stage_ins.newest_epoch() };
             match self.peers.ask(coordinator, request, deadlines.request).await {
-                Ok(CoordinatorReply::Datasets(listed)) => return Ok((coordinator, listed)),
+                Ok(CoordinatorReply::Datasets { datasets, policy }) => return Ok((coordinator, datasets, policy)),
                 Ok(_) => return Err(PeerError::InvalidAnswer(coordinator).into()),
                 Err(error) if start.elapsed() > deadlines.lost_after => return Err(error.into()),
                 Err(_) => sleep(deadlines.progress_interval).await,

@@ -42,6 +42,7 @@ use dayfly_meta::limits::STAGE_INS_MAX;
 use dayfly_meta::path::is_below;
 use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_meta::wire::peer::{CoordinatorReply, ListedDataset, Rejection, UnitReport};
+use dayfly_meta::wire::status::Policy;
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::blocking::Blocking;
@@ -162,6 +163,11 @@ impl Coordinator {
     fn is_published(&self, number: u64) -> bool {
         let dataset = u32::try_from(number).ok().and_then(|number| self.context.store.dataset(DatasetId(number)));
         self.registry.get(number).is_none() && dataset.is_some()
+    }
+
+    /// Returns how the nodes of the session prefetch and cache.
+    pub(crate) fn policy(&self) -> Policy {
+        self.context.room.policy()
     }
 
     /// Returns the datasets of the session.

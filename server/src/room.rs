@@ -125,6 +125,11 @@ impl Room {
         self.partial_stage_ins.load(Ordering::Acquire) > 0
     }
 
+    /// Returns how this node prefetches and caches.
+    pub(crate) fn policy(&self) -> Policy {
+        self.prefetcher.policy()
+    }
+
     /// Applies a policy to this node.
     pub(crate) async fn set_policy(self: &Arc<Self>, policy: Policy) -> Result<(), RoomError> {
         self.prefetcher.set_policy(policy);
@@ -171,7 +176,7 @@ impl Room {
     pub(crate) fn pause_caching(&self) {
         self.store.datasets().iter().for_each(|dataset| dataset.cached_blocks().pause());
         // As long as cached blocks can be evicted, the stage-in's blocks do not use the headroom.
-        self.store.protect_headroom(self.has_partial_stage_in() || self.store.cached_room() > 0);
+        self.store.protect_headroom(self.has_partial_stage_in() || self.store.evictable_room() > 0);
     }
 
     /// Divides the room that is free, or taken by cached blocks, among the datasets. Cached blocks stay unless they exceed
@@ -281,10 +286,10 @@ impl Room {
 
     /// Withdraws about `bytes` of cached blocks, so that no process starts to read them. Returns `false` if none are cached.
     fn withdraw(&self, bytes: u64) -> bool {
-        let cached_room = self.store.cached_room();
+        let evictable = self.store.evictable_room();
         let cached: Vec<Arc<Dataset>> = self.store.datasets().into_iter().filter(|dataset| dataset.can_cache_less()).collect();
         for dataset in &cached {
-            dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, cached_room));
+            dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, evictable));
         }
         !cached.is_empty()
     }

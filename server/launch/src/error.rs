@@ -244,7 +244,7 @@ pub enum LaunchError {
         source: io::Error,
     },
     /// The node already has a server.
-    #[error("node {node} of session {session} already has a server")]
+    #[error("node {node} of session {session} already has a server; if that stands still, end its process first")]
     NodeTaken {
         /// The node number.
         node: u16,

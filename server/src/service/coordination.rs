@@ -28,7 +28,9 @@ impl Coordination {
                 coordinator.subscriptions().close(subscription);
                 CoordinatorReply::Done
             }
-            CoordinatorRequest::Datasets { epoch } => CoordinatorReply::Datasets(coordinator.list_datasets(epoch)?),
+            CoordinatorRequest::Datasets { epoch } => {
+                CoordinatorReply::Datasets { datasets: coordinator.list_datasets(epoch)?, policy: coordinator.policy() }
+            }
             CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, from, finished).await,
             CoordinatorRequest::Report { stage_in, progress, waits, suspects, sightings } => {
                 coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })?

@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::peer::{CoordinatorReply, NodeStageInReply, NodeStageInRequest, ReadRequest, Rejection, Request};
-use dayfly_meta::wire::status::Network;
+use dayfly_meta::wire::status::{Network, Policy};
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
     Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Refusal, Region, Service, Serving, Slot, Transport,
@@ -140,7 +140,7 @@ impl Service for BuggyService {
             return Ok(Answer { message: encode_sealed(&Ok::<_, Rejection>(NodeStageInReply::Done)), pieces: Vec::new() });
         }
         if self.bug == Planted::ForgottenDatasets && name(&message) == "Datasets" {
-            let none = CoordinatorReply::Datasets(Vec::new());
+            let none = CoordinatorReply::Datasets { datasets: Vec::new(), policy: Policy::default() };
             return Ok(Answer { message: encode_sealed(&Ok::<_, Rejection>(none)), pieces: Vec::new() });
         }
         let mut answer = self.inner.pulled(from, message, room).await?;

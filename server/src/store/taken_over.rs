@@ -81,12 +81,16 @@ impl Dataset {
         self.taken_over().kept_bytes
     }
 
+    /// Counts these bytes. In a large dataset it looks at a part of the blocks only.
     fn count_kept_bytes(&self) -> u64 {
         if !self.has_kept() {
             return 0;
         }
-        let blocks = (0..self.catalog().header().blocks).map(BlockId).filter(|&block| self.is_kept(block));
-        blocks.map(|block| self.catalog().block(block).map_or(0, |(_, len)| len)).sum()
+        let blocks = self.catalog().header().blocks;
+        let step = blocks.div_ceil(TAKEN_OVER_SAMPLES_MAX).max(1);
+        let kept = (0..blocks).step_by(step as usize).map(BlockId).filter(|&block| self.is_kept(block));
+        let bytes: u64 = kept.map(|block| self.catalog().block(block).map_or(0, |(_, len)| len)).sum();
+        bytes.saturating_mul(step.into())
     }
 
     /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,

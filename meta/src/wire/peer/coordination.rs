@@ -5,6 +5,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 use super::{Rejection, Sighting, SuspectPath, Unit, UnitReport};
 use crate::id::DatasetId;
 use crate::wire::control::{Counted, Counts, Event, StageInRequest};
+use crate::wire::status::Policy;
 
 /// A request to the coordinator.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -93,8 +94,13 @@ pub enum CoordinatorReply {
     },
     /// The next event, or `None` if nothing has happened yet.
     Event(Option<Box<Event>>),
-    /// All datasets of the session.
-    Datasets(Vec<ListedDataset>),
+    /// What a node must know to be a member.
+    Datasets {
+        /// All datasets of the session.
+        datasets: Vec<ListedDataset>,
+        /// How nodes prefetch and cache.
+        policy: Policy,
+    },
     /// The request was carried out.
     Done,
     /// Units to read: one, or several small ones.
