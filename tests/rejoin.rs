@@ -530,7 +530,7 @@ fn two_new_servers_get_the_blocks_that_both_held_from_the_third_holder() {
     }
 }
 
-/// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back."
+/// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back"
 #[test]
 fn copies_that_came_back_make_way_for_nothing() {
     let cluster = session_with_copies("a.tar.gz", "2", &["--capacity", "32MiB"]);

@@ -132,9 +132,9 @@ metrics! {
         |node| one(node.cached.bytes);
     "dayfly_predicted_local_ratio" Gauge "" "The share of the bytes of all datasets that will be on the node's drives once all blocks that the node intends to cache have arrived."
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
-    "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks."
+    "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks that can be evicted."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can evict them."
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can evict them, without the room for copies that are still to come (`--copies`)."
         |node| one(node.free_bytes);
     "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);

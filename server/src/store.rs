@@ -145,7 +145,7 @@ impl Store {
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
         let free = by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>();
-        (free + self.cached_room()).saturating_sub(self.kept_room())
+        (free + self.cached_room()).saturating_sub(room_of(self.kept_bytes()))
     }
 
     /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns how many of
@@ -173,7 +173,7 @@ impl Store {
     /// Returns what [`Self::free`] would be if other programs had left our capacity on the file systems free.
     pub(crate) fn free_capacity(&self) -> u64 {
         let free = self.drives.iter().map(|drive| drive.free_but_for_others()).sum::<u64>();
-        (free + self.cached_room()).saturating_sub(self.kept_room())
+        (free + self.cached_room()).saturating_sub(room_of(self.kept_bytes()))
     }
 
     /// Returns whether our capacity on one drive has room for `bytes` of blocks, whatever other programs have left of its file system.
@@ -204,18 +204,13 @@ impl Store {
 
     /// Returns the bytes of room that cached blocks take and can give up.
     pub(crate) fn evictable_room(&self) -> u64 {
-        self.cached_room().saturating_sub(self.kept_room())
+        let kept = self.datasets().iter().map(|dataset| dataset.cached_blocks().kept_bytes()).sum();
+        self.cached_room().saturating_sub(room_of(kept))
     }
 
     /// Returns the bytes of the blocks that stay on this node once they have come to it.
     pub(crate) fn kept_bytes(&self) -> u64 {
         self.datasets().iter().map(|dataset| dataset.kept_bytes()).sum()
-    }
-
-    fn kept_room(&self) -> u64 {
-        let bytes = self.kept_bytes();
-        // Alignment wastes less than this.
-        bytes + bytes / 64
     }
 
     pub(crate) fn used(&self) -> u64 {
@@ -357,4 +352,9 @@ impl Store {
         datasets.keys().for_each(|&id| self.shared_copies.forget(id));
         freed
     }
+}
+
+/// Returns the room that blocks of this many bytes take at most. Alignment to pages wastes less than what it adds.
+fn room_of(bytes: u64) -> u64 {
+    bytes + bytes / 64
 }

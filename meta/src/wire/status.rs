@@ -163,18 +163,18 @@ pub struct NodeStatus {
     /// Bytes of the blocks that the node owns.
     pub held_bytes: u64,
     /// Bytes taken in the data dirs by segments and catalogs, which have no names that `du` could
-    /// find. Cached blocks do not count, because they make room for others.
+    /// find. Cached blocks do not count unless they are kept, because they make room for others.
     pub used_bytes: u64,
     /// Bytes that the node may take in its data dirs.
     pub capacity_bytes: u64,
     /// Bytes that a stage-in may still take: the free part of the capacity (or the free space of
     /// the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can
-    /// evict them.
+    /// evict them, without the room for copies that are still to come.
     pub free_bytes: u64,
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.
     pub taken_bytes: u64,
-    /// The part of [`Self::taken_bytes`] that cached blocks take.
+    /// The part of [`Self::taken_bytes`] that cached blocks take and can give up.
     pub cached_room_bytes: u64,
     /// Size of the arena in bytes.
     pub arena_bytes: u64,

@@ -2,8 +2,8 @@
 //! Hashes give the ranks, so the choice is the same in every epoch. If a dataset does not fit entirely, its blocks do not evict
 //! each other again and again, as they would with an LRU. Blocks that this node owns but did not store for lack of room come
 //! before the blocks of other nodes, because each read of theirs is a read of the parallel file system.
-//! So do blocks that this node holds in place of lost owners. Blocks that belong on this node for good (see `taken_over`) have the
-//! lowest rank, and the threshold never falls so far that they make way.
+//! So do blocks that this node holds in place of lost owners. Blocks that are kept (see `taken_over`) have the lowest rank, and the
+//! threshold never falls so far that they make way.
 //!
 //! Blocks are written in groups. Processes find the blocks of a group once a sync has covered all of it; until then they read
 //! them from the arena, or ask for them again. When room is needed, the threshold is lowered, and the blocks with the highest
@@ -41,6 +41,8 @@ pub(crate) struct CachedBlocks {
     plans: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
+    /// The part of `bytes` that is kept.
+    kept_bytes: AtomicU64,
     /// Held while blocks are allocated, written and published, and while they are withdrawn and freed.
     writing: Mutex<Writing>,
 }
@@ -86,6 +88,7 @@ impl CachedBlocks {
             plans: AtomicU64::new(0),
             blocks: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
+            kept_bytes: AtomicU64::new(0),
             writing: Mutex::default(),
         }
     }
@@ -93,6 +96,11 @@ impl CachedBlocks {
     /// Returns the number of published blocks, and their bytes.
     pub(crate) fn usage(&self) -> (u64, u64) {
         (self.blocks.load(Ordering::Relaxed), self.bytes.load(Ordering::Relaxed))
+    }
+
+    /// Returns the bytes of the published blocks that are kept.
+    pub(crate) fn kept_bytes(&self) -> u64 {
+        self.kept_bytes.load(Ordering::Relaxed)
     }
 
     /// Returns the share of blocks that the threshold selects, in thousandths.
@@ -130,9 +138,10 @@ impl CachedBlocks {
         self.is_paused.load(Ordering::Acquire)
     }
 
-    fn add(&self, len: u64) {
+    fn add(&self, len: u64, is_kept: bool) {
         self.blocks.fetch_add(1, Ordering::Relaxed);
         self.bytes.fetch_add(len, Ordering::Relaxed);
+        self.kept_bytes.fetch_add(if is_kept { len } else { 0 }, Ordering::Relaxed);
     }
 
     fn subtract(&self, len: u64) {
@@ -350,7 +359,7 @@ impl Dataset {
         let is_covered = |_: &BlockId, block: &mut Unsynced| block.group < synced_group;
         for (block, Unsynced { position, len, .. }) in writing.unsynced.extract_if(is_covered) {
             self.locations().publish(block, Location::Cached(position));
-            self.cached_blocks().add(len);
+            self.cached_blocks().add(len, self.is_kept(block));
             see(block, len);
         }
         result
@@ -373,11 +382,15 @@ impl Dataset {
         let stays = |block: BlockId| self.rank(block) < threshold;
         writing.partial.retain(|&block, _| stays(block));
         writing.unsynced.retain(|&block, _| stays(block));
+        let mut kept_bytes = 0;
         for (block, location, len) in self.published_cached() {
             if !stays(block) && self.locations().withdraw(block, location) {
                 self.cached_blocks().subtract(len);
+            } else if self.is_kept(block) {
+                kept_bytes += len;
             }
         }
+        self.cached_blocks().kept_bytes.store(kept_bytes, Ordering::Relaxed);
     }
 
     /// Returns whether [`Self::free_withdrawn`] may have something to free.
@@ -418,6 +431,9 @@ impl Dataset {
         if is_withdrawn {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
             self.cached_blocks().subtract(len);
+            if self.is_kept(block) {
+                self.cached_blocks().kept_bytes.update(Ordering::Relaxed, Ordering::Relaxed, |kept| kept.saturating_sub(len));
+            }
             writing.has_withdrawn = true;
         }
         is_withdrawn

@@ -4,9 +4,9 @@
 //! Such a block ranks among the blocks that this node owns but did not store, so it is cached before the blocks of live owners.
 //! When the lost node returns, it ranks as an ordinary cached block again.
 //!
-//! With several copies, a new server, or a node whose copies a stage-in left out, gets blocks that belong on it for good. These are
-//! *kept*: they have their room before anything is cached, and never make way. They lie among the cached blocks, because a process
-//! maps segments with the length that these have at first.
+//! With several copies, such blocks are *kept*: they have their room before anything is cached, and never make way. So are blocks
+//! that come to a new server, or to a node whose copies a stage-in left out, because they belong there for good. They lie among the
+//! cached blocks, because a process maps segments with the length that these have at first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -40,7 +40,7 @@ impl Dataset {
         if known.lost == *lost && known.is_incomplete == is_incomplete {
             return;
         }
-        let (bytes, kept_bytes) = (self.bytes_to_take_over(lost), self.count_kept_bytes());
+        let (bytes, kept_bytes) = self.bytes_to_take_over(lost);
         *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, is_incomplete, bytes, kept_bytes });
         self.cached_blocks().set_ranks_changed();
     }
@@ -68,29 +68,20 @@ impl Dataset {
 
     /// Returns whether blocks are to come to this node that then stay.
     pub(super) fn has_kept(&self) -> bool {
-        self.copies() > 1 && self.is_incomplete()
+        self.copies() > 1 && (self.is_incomplete() || !self.taken_over().lost.is_empty())
     }
 
     /// Returns whether a block stays on this node once it has come here.
     pub(super) fn is_kept(&self, block: BlockId) -> bool {
-        self.has_kept() && self.catalog().is_stored(block) && self.is_to_come_back(block) && !self.has_own_copy(block)
+        self.copies() > 1
+            && self.catalog().is_stored(block)
+            && !self.has_own_copy(block)
+            && (self.is_to_come_back(block) || self.takes_over(block, &self.taken_over().lost))
     }
 
     /// Returns the bytes of the blocks that stay on this node once they have come here.
     pub(crate) fn kept_bytes(&self) -> u64 {
         self.taken_over().kept_bytes
-    }
-
-    /// Counts these bytes. In a large dataset it looks at a part of the blocks only.
-    fn count_kept_bytes(&self) -> u64 {
-        if !self.has_kept() {
-            return 0;
-        }
-        let blocks = self.catalog().header().blocks;
-        let step = blocks.div_ceil(TAKEN_OVER_SAMPLES_MAX).max(1);
-        let kept = (0..blocks).step_by(step as usize).map(BlockId).filter(|&block| self.is_kept(block));
-        let bytes: u64 = kept.map(|block| self.catalog().block(block).map_or(0, |(_, len)| len)).sum();
-        bytes.saturating_mul(step.into())
     }
 
     /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,
@@ -132,26 +123,34 @@ impl Dataset {
         is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
     }
 
-    /// Returns the bytes of the blocks that this node holds in place of lost owners, and of the copies that are to come to it. In a large
-    /// dataset it looks at a part of the samples only: the result decides how room is divided, and this is never exact.
-    fn bytes_to_take_over(&self, lost: &NodeSet) -> u64 {
-        if lost.is_empty() && (self.copies() == 1 || !self.is_incomplete()) {
-            return 0;
+    /// Returns the bytes of the blocks that this node holds in place of lost owners, and of the copies that are to come to it; and of
+    /// the blocks that it then keeps. In a large dataset it looks at a part of the samples only: the results decide how room is divided,
+    /// and this is never exact.
+    fn bytes_to_take_over(&self, lost: &NodeSet) -> (u64, u64) {
+        let has_copies = self.copies() > 1;
+        if lost.is_empty() && !(has_copies && self.is_incomplete()) {
+            return (0, 0);
         }
-        let is_missing_copy = |block: BlockId| !self.is_mine(block) && self.is_to_come_back(block) && !self.has_own_copy(block);
         let samples = self.catalog().header().samples;
         let step = samples.div_ceil(TAKEN_OVER_SAMPLES_MAX).max(1);
-        let mut bytes = 0;
+        let (mut bytes, mut kept_bytes) = (0, 0);
         for sample in (0..samples).step_by(step as usize).map(SampleId) {
             let Some((size, blocks)) = self.catalog().sample(sample) else { continue };
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
                 let can_be_read =
                     || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost) || self.is_streamed(block);
-                if is_missing_copy(block) || self.takes_over(block, lost) && can_be_read() {
+                let comes_back = has_copies && self.is_to_come_back(block) && !self.has_own_copy(block);
+                let is_taken_over = self.takes_over(block, lost) && can_be_read();
+                if is_taken_over || comes_back && !self.is_mine(block) {
                     bytes += block_len(size, part);
+                }
+                if has_copies && (is_taken_over || comes_back) && self.catalog().is_stored(block) {
+                    kept_bytes += block_len(size, part);
                 }
             }
         }
-        bytes.saturating_mul(step.into()).min(self.remote_bytes().saturating_sub(self.owned().unstored_bytes))
+        let of_all = |counted: u64| counted.saturating_mul(step.into());
+        let bytes_max = self.remote_bytes().saturating_sub(self.owned().unstored_bytes);
+        (of_all(bytes).min(bytes_max), of_all(kept_bytes).min(self.remote_bytes()))
     }
 }

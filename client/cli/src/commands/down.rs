@@ -21,8 +21,8 @@ use crate::size;
 
 /// A process that is still alive this long after SIGKILL is stuck in the kernel.
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long the supervisor may take to notice the end of the last server.
-const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the supervisor may take to notice the end of the last server, before it is told to end.
+const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the supervisor may take to end after SIGTERM.
 const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -53,16 +53,18 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
 /// Waits for the supervisor, if it is on this machine. The supervisor removes the session's folder
 /// once all servers have ended.
 ///
-/// If some servers could not be asked to end, the supervisor gets a SIGTERM. The supervisor of
-/// `run` then ends its command too.
+/// If some servers could not be asked to end, or the supervisor does not notice that all have ended,
+/// it gets a SIGTERM. The supervisor of `run` then ends its command too.
 fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
     let mut was_signaled = false;
-    let timeout = if is_partial { SUPERVISOR_TIMEOUT } else { LAST_SERVER_TIMEOUT };
+    // Nothing listens on a node whose server has ended. A new one may be about to take its place, which only the supervisor knows.
+    let patience = if is_partial { Duration::ZERO } else { LAST_SERVER_TIMEOUT };
     // Signal 0 only checks whether the process exists.
-    while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < timeout {
-        if is_partial && location.supervisor() == Some(pid.as_raw()) && !std::mem::replace(&mut was_signaled, true) {
+    while location.folder.exists() && kill(pid, None).is_ok() && start.elapsed() < patience + SUPERVISOR_TIMEOUT {
+        let is_due = start.elapsed() >= patience && location.supervisor() == Some(pid.as_raw());
+        if is_due && !std::mem::replace(&mut was_signaled, true) {
             // The supervisor may have just ended.
             let _ = kill(pid, Signal::SIGTERM);
         }

@@ -276,9 +276,10 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
 }
 
 /// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Cached blocks get only the room that these leave."
-/// SEMANTICS: "Copies are never evicted."
+/// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back, and for those that other nodes make
+/// while a node is lost. When that node is a member again, these are ordinary cached blocks."
 #[test]
-fn copies_that_the_stage_in_left_out_never_make_way_once_they_are_made() {
+fn copies_that_are_made_after_the_stage_in_never_make_way() {
     let folder = tempfile::tempdir().unwrap();
     let drives = Drive::open_all(&[folder.path().to_owned()], 1 << 30).unwrap();
     let contents: Vec<Vec<u8>> = (0..600).map(|number| content(BlockId(number), 1000)).collect();
@@ -304,22 +305,34 @@ fn copies_that_the_stage_in_left_out_never_make_way_once_they_are_made() {
     assert!((100..300).contains(&copies.len()), "{}", copies.len());
     assert_eq!((dataset.unstored_bytes(), dataset.kept_bytes()), (1000 * copies.len() as u64, 1000 * copies.len() as u64));
     assert!(copies.iter().all(|block| chosen.contains(block)) && (250..330).contains(&chosen.len()), "{}", chosen.len());
-    let bytes: Vec<(BlockId, Vec<u8>)> = chosen.iter().map(|&block| (block, content(block, 1000))).collect();
-    let chunks: Vec<(Chunk, &[u8])> =
-        bytes.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
-    dataset.write_cached(&chunks).unwrap();
-    dataset.sync_cached(&mut |_, _| {}).unwrap();
     let found = || (0..600).map(BlockId).filter(|block| dataset.is_local(*block)).collect::<Vec<_>>();
-    assert_eq!(found(), chosen);
-
-    // The blocks that another loss brings here compete for the rest of the room, and the copies stay.
-    let with_taken = plan(250_000, &[1]);
-    assert!(dataset.unstored_bytes() > dataset.kept_bytes());
-    assert!(copies.iter().all(|block| with_taken.contains(block)) && (200..280).contains(&with_taken.len()));
-    assert!(copies.iter().all(|block| found().contains(block)));
+    let write = |chosen: &[BlockId]| {
+        let bytes: Vec<(BlockId, Vec<u8>)> = chosen.iter().map(|&block| (block, content(block, 1000))).collect();
+        let chunks: Vec<(Chunk, &[u8])> =
+            bytes.iter().map(|(block, bytes)| (Chunk { block: *block, index: 0 }, bytes.as_slice())).collect();
+        dataset.write_cached(&chunks).unwrap();
+        dataset.sync_cached(&mut |_, _| {}).unwrap();
+    };
     // Nothing makes them give way: no plan with too little room, no stage-in, no `tune --cache off`.
-    assert_eq!((plan(50_000, &[]), dataset.can_cache_less()), (copies.clone(), false));
-    dataset.lower_cache_threshold(0);
-    dataset.free_withdrawn().unwrap();
-    assert_eq!(found(), copies);
+    let only_kept_stay = |lost: &[u16]| {
+        let chosen = plan(50_000, lost);
+        dataset.lower_cache_threshold(0);
+        dataset.free_withdrawn().unwrap();
+        assert_eq!((found(), dataset.can_cache_less()), (chosen.clone(), false));
+        assert_eq!(dataset.cached_blocks().kept_bytes(), 1000 * chosen.len() as u64);
+        chosen
+    };
+    write(&chosen);
+    assert_eq!((found(), dataset.cached_blocks().kept_bytes()), (chosen, 1000 * copies.len() as u64));
+    assert_eq!(only_kept_stay(&[]), copies);
+
+    // The same holds for the copies that are made here while a node is lost, as long as it is.
+    let taken: Vec<BlockId> = plan(300_000, &[1]).into_iter().filter(|&block| dataset.is_kept(block)).collect();
+    assert!(taken.len() > copies.len() + 50 && copies.iter().all(|block| taken.contains(block)), "{}", taken.len());
+    assert_eq!((dataset.unstored_bytes(), dataset.kept_bytes()), (1000 * taken.len() as u64, 1000 * taken.len() as u64));
+    // Those that have not come yet have their room, but have none to give up.
+    assert_eq!(dataset.cached_blocks().kept_bytes(), 1000 * copies.len() as u64);
+    write(&taken);
+    assert_eq!(only_kept_stay(&[1]), taken);
+    assert_eq!(only_kept_stay(&[]), copies);
 }
