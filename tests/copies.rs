@@ -102,6 +102,35 @@ fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
     }
 }
 
+/// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back, and for those that other nodes make
+/// while a node is lost."
+#[test]
+fn copies_that_are_made_again_make_way_for_no_stage_in() {
+    let lens = lens();
+    let bytes = lens.iter().sum::<usize>() as u64;
+    let mut session = Inside::with_config(4, |config| {
+        config.capacity = bytes * 3 / 2;
+        config.recovery_rate = 1 << 30;
+    });
+    session.copies = Copies::Number(2);
+    session.stage(&source(&session, &lens, Some("tar.gz"))).unwrap();
+    let free = |node: u16| session.status_of(node).free_bytes;
+    let before = free(0);
+    (0..3).for_each(|node| read_all(&session, node, &lens));
+    assert!(free(0).abs_diff(before) < bytes / 16, "cached blocks take no room from a stage-in");
+    session.lose(3);
+    let left = [0, 1, 2];
+    let all_have_copies = |session: &Inside| places(session, &left).iter().all(|&places| places >= 2);
+    wait_until("all copies are restored", || all_have_copies(&session));
+    session.copies = Copies::Number(1);
+    let tree = session.write_in("more", &vec![100_000; bytes as usize / 400_000], 1000);
+    let staged = (0..20).take_while(|number| session.stage_at(format!("t{number}").as_bytes(), &tree, false).is_ok()).count();
+    assert!((2..20).contains(&staged), "{staged} stage-ins found room");
+    assert!(all_have_copies(&session), "copies made way for {staged} stage-ins");
+    session.lose(2);
+    (0..2).for_each(|node| read_all(&session, node, &lens));
+}
+
 /// The same for a compressed tar that is still there: nobody reads it again, and `status` counts each block once.
 #[test]
 fn copies_of_a_compressed_tar_are_restored_from_copies_and_counted_once() {

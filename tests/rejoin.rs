@@ -544,12 +544,12 @@ fn copies_that_came_back_make_way_for_nothing() {
     assert!(bytes_on(&cluster, 3) >= before, "copies made way for `tune`");
     cluster.ok(&["tune", "--cache", "all"]);
     // The last ones find no room, or are stored in part.
-    let sizes: Vec<bool> = (0..12)
+    let succeeded: Vec<bool> = (0..12)
         .map(|number| {
             cluster.output(&["stage-in", cluster.at("tree").to_str().unwrap(), &format!("/dayfly/t{number}")]).status.success()
         })
         .collect();
-    assert!(sizes[0], "one fits");
+    assert!(succeeded[0], "one fits");
     // Stored bytes of these datasets count, too, so the copies show only after another loss.
     replace(&cluster, 2);
     (0..NODES).for_each(|node| read_all(&cluster.view(node), "d", &format!("on node {node}")));

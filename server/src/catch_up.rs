@@ -209,8 +209,8 @@ impl CatchUp {
         Ok(())
     }
 
-    /// Asks the coordinator for its datasets, and how nodes prefetch and cache. A new coordinator is not ready at once. If this node has only heard of a new one by its
-    /// requests, the old one must not answer, for it does not know what the new one has published.
+    /// Asks the coordinator for its datasets, and how nodes prefetch and cache. A new coordinator is not ready at once. If this node has
+    /// only heard of a new one by its requests, the old one must not answer, for it does not know what the new one has published.
     async fn list(&self) -> Result<(NodeId, Vec<ListedDataset>, Policy), Cause> {
         let (start, deadlines) = (Instant::now(), *self.peers.deadlines());
         loop {
