@@ -115,7 +115,7 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
             Err(_) => complain(format_args!("cannot end node {node}: a thread of this process panicked")),
         }
     }
-    wait_or_kill(location)?;
+    nodes += wait_or_kill(location)?;
     Ok(EndedServers { nodes, freed_bytes, is_partial })
 }
 
@@ -125,13 +125,13 @@ fn is_closed(error: &io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionRefused | ConnectionReset | NotFound | UnexpectedEof)
 }
 
-/// Waits until all servers on this machine have ended, and kills those that do not.
-fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
+/// Waits until all servers on this machine have ended, and kills those that do not. Returns how many it has killed.
+fn wait_or_kill(location: &SessionFolder) -> Result<usize, Failure> {
     let deadline = Instant::now() + DOWN_TIMEOUT;
-    let mut was_killed = false;
+    let mut killed = None;
     while !location.live_nodes().is_empty() {
-        if Instant::now() > deadline && !std::mem::replace(&mut was_killed, true) {
-            kill_all(location);
+        if Instant::now() > deadline && killed.is_none() {
+            killed = Some(kill_all(location));
         }
         if Instant::now() > deadline + KILL_TIMEOUT {
             let left = location
@@ -146,7 +146,7 @@ fn wait_or_kill(location: &SessionFolder) -> Result<(), Failure> {
         }
         thread::sleep(Duration::from_millis(5));
     }
-    Ok(())
+    Ok(killed.unwrap_or(0))
 }
 
 /// Asks one server to end. If `but` is given, the server also ends all other nodes except those in
@@ -164,12 +164,15 @@ fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Re
     Ok(ended)
 }
 
-fn kill_all(location: &SessionFolder) {
+/// Kills the servers on this machine. Returns how many there were.
+fn kill_all(location: &SessionFolder) -> usize {
+    let mut killed = 0;
     for node in location.live_nodes() {
         if let Some(pid) = location.pid(node) {
             complain(format_args!("node {node} did not end in time; killing process {pid}"));
             // The server may have just ended.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            killed += usize::from(kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok());
         }
     }
+    killed
 }
