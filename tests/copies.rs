@@ -102,6 +102,34 @@ fn the_loss_of_a_node_costs_no_read_of_the_sources_and_copies_are_restored() {
     }
 }
 
+/// SEMANTICS: "This holds for one loss after another, down to the last server, if the copies were made again in between."
+#[test]
+fn copies_are_made_again_after_each_loss_down_to_the_last_server() {
+    let lens = lens();
+    for (ending, timeout_s) in [(None, 60), (Some("tar"), 60), (Some("tar.gz"), 60), (Some("tar.gz"), 0)] {
+        let mut session = Inside::with_config(5, |config| {
+            config.recovery_rate = 1 << 30;
+            config.recovery_timeout = Duration::from_secs(timeout_s);
+        });
+        session.copies = Copies::Number(2);
+        session.stage(&source(&session, &lens, ending)).unwrap();
+        fs::rename(session.work.path(), session.work.path().with_extension("away")).unwrap();
+        let mut left: Vec<u16> = (0..5).collect();
+        for lost in [0, 3, 1] {
+            session.lose(lost);
+            left.retain(|&node| node != lost);
+            wait_until("all copies are made again", || places(&session, &left).iter().all(|&places| places >= 2));
+            wait_until("all nodes say so", || {
+                left.iter().map(|&node| session.status_of(node).recovery).all(|of| of.is_scanned && of.wanted == of.recovered)
+            });
+        }
+        session.lose(4);
+        read_all(&session, 2, &lens);
+        assert_eq!(origin_reads(&session, &[2]), 0, "{ending:?}");
+        fs::rename(session.work.path().with_extension("away"), session.work.path()).unwrap();
+    }
+}
+
 /// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back, and for those that other nodes make
 /// while a node is lost."
 #[test]

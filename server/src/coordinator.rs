@@ -122,7 +122,8 @@ impl Coordinator {
         let coordinator = self.clone();
         // The stage-in runs on a task of its own, because it must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
-            tokio::join!(run::run(&coordinator, (from, id), request, sender), coordinator.subscriptions.expire(number));
+            let is_lost = || !coordinator.context.peers.roster().is_live(from);
+            tokio::join!(run::run(&coordinator, (from, id), request, sender), coordinator.subscriptions.expire(number, is_lost));
         });
         Ok(number)
     }

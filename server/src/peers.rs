@@ -28,7 +28,7 @@ use dayfly_meta::roster::{Roster, RosterChange};
 use dayfly_meta::wire::peer::{Answered, OfferReply, OfferRequest, Rejection, RejectionKind, RequestKind};
 use dayfly_meta::wire::{InvalidMessage, decode_sealed, encode_sealed};
 use dayfly_transport::{Connection, LossCause, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use crate::blocking::Blocking;
 use crate::stats::Damage;
@@ -236,6 +236,23 @@ impl Peers {
     /// Sends a request whose answer is only a message, without bulk bytes.
     pub(crate) async fn ask<R: RequestKind>(&self, node: NodeId, request: R, timeout: Duration) -> Result<R::Reply, PeerError> {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
+    }
+
+    /// Like [`Self::ask`], but repeats the request, which may be carried out twice, until the node answers or the supervisor has
+    /// declared it lost: a node without a sign of life may only be starved. Gives up after the longest time that the supervisor may
+    /// take, because a session can lose its supervisor. Time during which this node did not run does not count.
+    pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(&self, node: NodeId, request: R) -> Result<R::Reply, PeerError> {
+        let (deadlines, mut waited) = (*self.deadlines(), Duration::ZERO);
+        loop {
+            let asked_at = Instant::now();
+            let answer = self.ask(node, request.clone(), deadlines.request).await;
+            waited += asked_at.elapsed().min(deadlines.request) + deadlines.progress_interval;
+            let is_over = !self.roster().is_live(node) || waited > deadlines.lost_after + deadlines.node_silent;
+            if is_over || !matches!(answer, Err(PeerError::Transport(_))) {
+                return answer;
+            }
+            sleep(deadlines.progress_interval).await;
+        }
     }
 
     /// Sends a request, and receives the answer's bytes in `slots`. Fails unless the peer could read all of the bytes.

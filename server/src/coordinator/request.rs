@@ -88,7 +88,6 @@ fn show_waiting(events: &mpsc::Sender<Event>) {
 
 /// Runs a stage-in once. Returns the last event, or `None` if the client is gone.
 async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mpsc::Sender<Event>) -> Option<Event> {
-    let timeout = peers.deadlines().request;
     let (coordinator, subscription) = match start(peers, id, request, events).await {
         (coordinator, Ok(CoordinatorReply::Started { subscription })) => (coordinator, subscription),
         (coordinator, other) => return Some(failure(coordinator, other)),
@@ -98,10 +97,12 @@ async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mps
         last = relay(peers, coordinator, subscription, events) => last,
         () = events.closed() => None,
     };
-    // If this message is lost, the coordinator notices that nobody asks anymore.
-    let unsubscribing = peers.ask(coordinator, CoordinatorRequest::Unsubscribe { subscription }, timeout);
-    if peers.roster().is_live(coordinator) {
-        let _ = unsubscribing.await;
+    let unsubscribe = CoordinatorRequest::Unsubscribe { subscription };
+    if last.is_none() {
+        // If this fails, the coordinator notices after a while that nobody asks anymore.
+        let _ = peers.ask_until_lost(coordinator, unsubscribe).await;
+    } else if peers.roster().is_live(coordinator) {
+        let _ = peers.ask(coordinator, unsubscribe, peers.deadlines().request).await;
     }
     last
 }
@@ -130,15 +131,9 @@ async fn start(
 
 /// Relays progress. Returns the last event, or `None` if the client is gone.
 async fn relay(peers: &Peers, coordinator: NodeId, subscription: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
-    let timeout = peers.deadlines().request;
     let mut received = 0;
     loop {
-        let request = CoordinatorRequest::NextEvent { subscription, received };
-        let mut answer = peers.ask(coordinator, request.clone(), timeout).await;
-        if matches!(answer, Err(PeerError::Transport(_))) && peers.roster().is_live(coordinator) {
-            answer = peers.ask(coordinator, request, timeout).await;
-        }
-        match answer {
+        match peers.ask_until_lost(coordinator, CoordinatorRequest::NextEvent { subscription, received }).await {
             Ok(CoordinatorReply::Event(None)) => {}
             Ok(CoordinatorReply::Event(Some(event))) if !event.is_last() => {
                 received += 1;

@@ -1,10 +1,11 @@
 //! Subscriptions: the events of a stage-in, kept until the node that started it asks for them.
 //!
 //! A node asks for one event after another. Each request says how many events have arrived, so if an answer is lost, its event
-//! is delivered again. If nobody asks for a stage-in's events for too long, the node or its client must be gone: the
-//! subscription expires, which cancels the stage-in.
+//! is delivered again. The subscription expires, which cancels the stage-in, when the supervisor has declared the node lost.
+//! It also expires if nobody asks for the stage-in's events for longer than that may take.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -13,7 +14,7 @@ use dayfly_meta::limits::FORWARDED_STAGE_INS_MAX;
 use dayfly_meta::wire::control::Event;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
 /// Why a subscription cannot be opened, or has no next event.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
@@ -72,7 +73,8 @@ struct SubscriptionTable {
 
 struct Subscription {
     delivery: tokio::sync::Mutex<Delivery>,
-    asked_at: Mutex<Instant>,
+    /// How many times [`Subscriptions::expire`] has looked since the node last asked. While this node does not run, it does not look.
+    looks: AtomicU32,
 }
 
 struct Delivery {
@@ -82,12 +84,6 @@ struct Delivery {
     /// The last of these events. The answer that carried it may have been lost. `None` once the stage-in has dropped its
     /// sender.
     last: Option<Event>,
-}
-
-impl Subscription {
-    fn asked_at(&self) -> MutexGuard<'_, Instant> {
-        self.asked_at.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Subscriptions {
@@ -104,7 +100,7 @@ impl Subscriptions {
         }
         table.last_number += 1;
         let number = table.last_number;
-        table.open.insert(number, Arc::new(Subscription { delivery, asked_at: Mutex::new(Instant::now()) }));
+        table.open.insert(number, Arc::new(Subscription { delivery, looks: AtomicU32::new(0) }));
         Ok(number)
     }
 
@@ -112,28 +108,27 @@ impl Subscriptions {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Closes the subscription when nobody has asked about it for too long. Returns once it is closed, for this or another
-    /// reason.
-    pub(super) async fn expire(&self, number: u64) {
+    /// Closes the subscription when the node is lost, or nobody has asked about it for too long. Returns once it is closed, for this or
+    /// another reason.
+    pub(super) async fn expire(&self, number: u64, is_lost: impl Fn() -> bool) {
+        let Deadlines { lost_after, node_silent, ping_interval, .. } = self.deadlines;
         loop {
-            sleep(self.deadlines.ping_interval).await;
+            sleep(ping_interval).await;
             let mut table = self.table();
-            match table.open.get(&number) {
-                Some(subscription) if subscription.asked_at().elapsed() > self.deadlines.node_silent => {
-                    tracing::warn!(subscription = number, "a stage-in is canceled, because nobody asks for its events");
-                    drop(table.open.remove(&number));
-                }
-                Some(_) => continue,
-                None => {}
+            let Some(subscription) = table.open.get(&number) else { return };
+            let looks = 1 + subscription.looks.fetch_add(1, Ordering::Relaxed);
+            if is_lost() || ping_interval * looks > lost_after + node_silent {
+                tracing::warn!(subscription = number, "a stage-in is canceled, because nobody asks for its events");
+                drop(table.open.remove(&number));
+                return;
             }
-            return;
         }
     }
 
     /// Returns the event that follows the first `received` events, or `None` if that event does not come soon.
     pub(crate) async fn next(&self, number: u64, received: u64) -> Result<Option<Event>, SubscriptionError> {
         let subscription = self.table().open.get(&number).cloned().ok_or(SubscriptionError::Expired)?;
-        *subscription.asked_at() = Instant::now();
+        subscription.looks.store(0, Ordering::Relaxed);
         // The wait ends well within the asker's deadline.
         let next = timeout(self.deadlines.ping_interval, async {
             let mut delivery = subscription.delivery.lock().await;
@@ -144,7 +139,7 @@ impl Subscriptions {
             delivery.last.clone()
         });
         let next = next.await;
-        *subscription.asked_at() = Instant::now();
+        subscription.looks.store(0, Ordering::Relaxed);
         match next {
             Ok(None) => Err(SubscriptionError::Ended),
             Ok(event) => Ok(event),
@@ -194,10 +189,22 @@ mod tests {
             }
         };
         tokio::select! {
-            _ = timeout(4 * Deadlines::DEFAULT.node_silent, asking) => assert!(!sender.is_closed(), "it is asked about often enough"),
-            () = subscriptions.expire(number) => panic!("it was asked about"),
+            _ = timeout(4 * Deadlines::DEFAULT.lost_after, asking) => assert!(!sender.is_closed(), "it is asked about often enough"),
+            () = subscriptions.expire(number, || false) => panic!("it was asked about"),
         }
-        subscriptions.expire(number).await;
+        // As long as the supervisor may take to declare the node lost, nobody else does.
+        let quiet = timeout(Deadlines::DEFAULT.lost_after, subscriptions.expire(number, || false));
+        assert!(quiet.await.is_err() && !sender.is_closed());
+        subscriptions.expire(number, || false).await;
+        assert!(sender.is_closed());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stage_in_whose_node_is_lost_is_canceled_at_once() {
+        let subscriptions = Subscriptions::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = subscriptions.open(events).unwrap();
+        timeout(2 * Deadlines::DEFAULT.ping_interval, subscriptions.expire(number, || true)).await.unwrap();
         assert!(sender.is_closed());
     }
 

@@ -162,23 +162,25 @@ impl Fetcher {
         read
     }
 
-    /// Reads the chunks of which other nodes hold copies, or that other nodes have held in place of this one. Returns the others.
+    /// Reads the chunks of which other nodes hold copies, also in place of lost nodes or of this one. Returns the others.
     ///
-    /// Each holder is asked until one has the chunk: another new server lacks the same chunks as this one.
+    /// Each holder is asked until one has the chunk: another new server lacks the same chunks as this one, and a node that holds blocks
+    /// in place of a lost one may not have got them yet.
     async fn read_from_holders(
         &self,
         dataset: &Arc<Dataset>,
         mut new: Vec<(Chunk, OpenRead)>,
         read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
     ) -> Vec<(Chunk, OpenRead)> {
-        let absent = self.absent(dataset);
+        let (absent, lost) = (self.absent(dataset), self.peers.roster().lost());
         let sources: HashMap<BlockId, Vec<(NodeId, bool)>> = new
             .iter()
             .map(|(chunk, _)| {
-                let holders = match dataset.copies() {
-                    1 => Vec::new(),
-                    _ => self.good_holders(dataset, chunk.block, absent.as_ref()),
-                };
+                let mut holders = Vec::new();
+                if dataset.copies() > 1 {
+                    holders = self.good_holders(dataset, chunk.block, absent.as_ref());
+                    holders.extend(self.good_stand_ins(dataset, chunk.block, &lost, absent.as_ref()));
+                }
                 let substitute = self.substitute(dataset, chunk.block).map(|node| (node, true));
                 (chunk.block, holders.into_iter().map(|node| (node, false)).chain(substitute).collect())
             })

@@ -124,11 +124,27 @@ impl Fetcher {
 
     /// Returns the other nodes that hold a block since the stage-in, and from which it can be read as far as this node knows.
     pub(super) fn good_holders(&self, dataset: &Dataset, block: BlockId, absent: Option<&NodeSet>) -> Vec<NodeId> {
-        let mut holders = dataset.holders(block);
+        self.good_among(dataset.holders(block), dataset, block, absent)
+    }
+
+    /// Returns the other nodes that hold a block in place of lost holders, or will.
+    pub(super) fn good_stand_ins(
+        &self,
+        dataset: &Dataset,
+        block: BlockId,
+        lost: &NodeSet,
+        absent: Option<&NodeSet>,
+    ) -> Vec<NodeId> {
+        let (mut stand_ins, holders) = (dataset.holders_without(block, lost), dataset.holders(block));
+        stand_ins.retain(|node| !holders.contains(node));
+        self.good_among(stand_ins, dataset, block, absent)
+    }
+
+    fn good_among(&self, mut nodes: Vec<NodeId>, dataset: &Dataset, block: BlockId, absent: Option<&NodeSet>) -> Vec<NodeId> {
         let is_absent = |node| absent.is_some_and(|absent| absent.contains(node));
         let own = self.peers.own_node();
-        holders.retain(|&node| node != own && !is_absent(node) && !self.bad_holders.contains(dataset, block, node));
-        holders
+        nodes.retain(|&node| node != own && !is_absent(node) && !self.bad_holders.contains(dataset, block, node));
+        nodes
     }
 
     /// Returns a holder, perhaps this node, that answers, and that a chunk of a compressed tar is to come back to.

@@ -90,5 +90,5 @@ fn is_to_recover(dataset: &Dataset, lost: &NodeSet, sample: SampleId, block: Blo
     !dataset.is_local(block)
         && (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
         && dataset.is_selected(block)
-        && (is_readable_alone(dataset, sample) || dataset.has_surviving_copy(block, lost) || dataset.is_to_come_back(block))
+        && (is_readable_alone(dataset, sample) || dataset.copies() > 1 || dataset.is_to_come_back(block))
 }

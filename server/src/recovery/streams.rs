@@ -121,8 +121,14 @@ impl Recovery {
         streams.begin(key);
         self.room.plan_again_if_freed().await;
         let plan = dataset.cached_blocks().plan();
+        let mut waits_for_others = false;
         let outcome = match self.wanted_of(dataset, source, lost, pace.as_deref_mut()).await {
-            Ok(ControlFlow::Continue(blocks)) => self.stream_blocks(dataset, source, blocks, lost, pace).await,
+            Ok(ControlFlow::Continue(mut blocks)) => {
+                let count = blocks.len();
+                blocks.retain(|&block| dataset.is_streamed_here(block, lost));
+                waits_for_others = blocks.len() < count;
+                self.stream_blocks(dataset, source, blocks, lost, pace).await
+            }
             Ok(ControlFlow::Break(kept)) => Ok(kept),
             Err(error) => Err(error.to_string()),
         };
@@ -141,11 +147,11 @@ impl Recovery {
             }
         };
         streams.end(key, end);
-        is_read
+        is_read && !waits_for_others
     }
 
-    /// Brings the blocks of a tar that other nodes hold, or have held in place of this one. Returns the others, which have to be read
-    /// from the tar, unless that is of no use: then returns what has become of the blocks.
+    /// Brings the blocks of a tar that other nodes hold, or have held in place of this one. Returns the others, which one node has to
+    /// read from the tar, unless that is of no use: then returns what has become of the blocks.
     async fn wanted_of(
         &self,
         dataset: &Arc<Dataset>,
@@ -155,8 +161,7 @@ impl Recovery {
     ) -> Result<ControlFlow<Kept, Vec<BlockId>>, JobLost> {
         let (scanned, lost_now) = (dataset.clone(), *lost);
         let mut blocks = self.blocking.run(move || streamed_blocks(&scanned, &lost_now, source)).await?;
-        let is_held = |block: &BlockId| dataset.is_refilled() || dataset.has_surviving_copy(*block, lost);
-        let held: Vec<BlockId> = blocks.iter().copied().filter(is_held).collect();
+        let held = if dataset.is_refilled() || dataset.copies() > 1 { blocks.clone() } else { Vec::new() };
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
         let total = |blocks: &[BlockId]| Reads { count: blocks.len() as u64, bytes: blocks.iter().map(len).sum() };
         let mut rest = &held[..];

@@ -65,7 +65,7 @@ async fn report(stage_in: &NodeStageIn) -> End {
     loop {
         sleep(deadlines.progress_interval).await;
         let asked_at = Instant::now();
-        match send_report(stage_in, asked_at).await {
+        match send_report(stage_in).await {
             Ok(CoordinatorReply::Continue { files, suspects, max_rate }) => {
                 max_rate.into_iter().for_each(|rate| stage_in.monitor.set_max_rate(rate));
                 stage_in.suspect_paths.set(suspects);
@@ -95,8 +95,7 @@ async fn report(stage_in: &NodeStageIn) -> End {
     }
 }
 
-async fn send_report(stage_in: &NodeStageIn, asked_at: Instant) -> Result<CoordinatorReply, PeerError> {
-    let deadlines = stage_in.deadlines();
+async fn send_report(stage_in: &NodeStageIn) -> Result<CoordinatorReply, PeerError> {
     let progress = stage_in.monitor.take_counted();
     let request = CoordinatorRequest::Report {
         stage_in: stage_in.number,
@@ -105,16 +104,5 @@ async fn send_report(stage_in: &NodeStageIn, asked_at: Instant) -> Result<Coordi
         suspects: stage_in.ingest.take_suspects(),
         sightings: stage_in.suspect_paths.take_sightings(),
     };
-    let mut attempts = 0;
-    loop {
-        attempts += 1;
-        match stage_in.context.peers.ask(stage_in.coordinator(), request.clone(), deadlines.request).await {
-            // All nodes may dial the coordinator at once, so it may be slow to answer. It gets as much time as any peer gets
-            // before it counts as lost.
-            Err(PeerError::Transport(_)) if attempts < 2 || asked_at.elapsed() < deadlines.peer_lost => {
-                sleep(deadlines.progress_interval).await;
-            }
-            answer => return answer,
-        }
-    }
+    stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await
 }

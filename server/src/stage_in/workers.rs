@@ -10,7 +10,6 @@ use dayfly_stagein::pipeline::{DecoderLimits, Worker, WorkerConfig};
 use dayfly_stagein::runs::RunWriter;
 use tokio::runtime::Handle;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep};
 
 use super::sink::NodeSink;
 use super::{NodeStageIn, NodeStageInError, Run, name_drive};
@@ -54,21 +53,12 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
 }
 
-/// Reports to the coordinator that the stage-in failed here. A coordinator under load gets as much time as for a regular
-/// report. If it cannot be reached at all, both sides end the stage-in on their own, because the coordinator receives no
+/// Reports to the coordinator that the stage-in failed here. If it cannot be reached at all, both sides end the stage-in on their own, because the coordinator receives no
 /// reports and this node receives no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
-    let (start, deadlines) = (Instant::now(), stage_in.deadlines());
-    loop {
-        let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
-        match stage_in.context.peers.ask(stage_in.coordinator(), request, deadlines.request).await {
-            Err(PeerError::Transport(_)) if start.elapsed() < deadlines.peer_lost => sleep(deadlines.progress_interval).await,
-            Err(unreported) => {
-                tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
-                return;
-            }
-            Ok(_) => return,
-        }
+    let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
+    if let Err(unreported) = stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await {
+        tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
     }
 }
 

@@ -81,11 +81,6 @@ impl Dataset {
         holders
     }
 
-    /// Returns whether a node that is not lost holds a block since the stage-in.
-    pub(crate) fn has_surviving_copy(&self, block: BlockId, lost: &NodeSet) -> bool {
-        self.copies() > 1 && self.holders(block).iter().any(|holder| *holder != self.me() && !lost.contains(*holder))
-    }
-
     /// Returns whether a stage-in stored a block on this node, as its owner or as a copy.
     pub(crate) fn has_own_copy(&self, block: BlockId) -> bool {
         matches!(self.locations().find(block), Some(Location::Owned(_)))

@@ -84,13 +84,11 @@ impl Dataset {
         self.taken_over().kept_bytes
     }
 
-    /// Returns whether peers may ask this node for a block that the stage-in did not store on it. While copies on other nodes exist,
-    /// a new server only has those blocks that have come back to it.
+    /// Returns whether peers may ask this node for a block that the stage-in did not store on it. With several copies, a new server only
+    /// has those blocks that have come back to it, and a node that holds blocks in place of a lost one those that it has got.
     pub(crate) fn is_source(&self, block: BlockId) -> bool {
-        match self.is_refilled() && self.copies() > 1 {
-            true => self.is_to_come_back(block) && self.is_local(block),
-            false => self.is_mine(block),
-        }
+        let is_owner = self.is_mine(block) && !(self.is_refilled() && self.copies() > 1);
+        is_owner || self.is_local(block) && self.is_kept(block)
     }
 
     /// Returns whether this node owns a block or takes the place of the block's owner, which is lost. Its copy on this node, if
@@ -114,13 +112,16 @@ impl Dataset {
             let is_lost = self.catalog().owner(block).is_some_and(|owner| lost.contains(owner));
             return is_lost && self.candidate(block, lost) == Some(self.me());
         }
-        let holders = self.holders(block);
-        if holders.iter().all(|holder| lost.contains(*holder)) && self.is_streamed(block) {
-            return self.candidate(block, lost) == Some(self.me());
-        }
-        let is_one_lost = holders.iter().any(|holder| lost.contains(*holder));
+        let is_one_lost = self.holders(block).iter().any(|holder| lost.contains(*holder));
         // A stage-in that loses a node cannot make all copies, so a holder may lack its own.
         is_one_lost && !self.has_own_copy(block) && self.holders_without(block, lost).contains(&self.me())
+    }
+
+    /// Returns whether this node may read a block's compressed tar again for the block. If all holders are lost, one node does, and the
+    /// other nodes in their place get the block from that node.
+    pub(crate) fn is_streamed_here(&self, block: BlockId, lost: &NodeSet) -> bool {
+        let are_all_lost = self.holders(block).iter().all(|holder| lost.contains(*holder));
+        !are_all_lost || self.candidate(block, lost) == Some(self.me())
     }
 
     /// Returns the bytes of the blocks that this node holds in place of lost owners, and of the copies that are to come to it; and of
@@ -137,8 +138,8 @@ impl Dataset {
         for sample in (0..samples).step_by(step as usize).map(SampleId) {
             let Some((size, blocks)) = self.catalog().sample(sample) else { continue };
             for (part, block) in (0..).zip(blocks.map(BlockId)) {
-                let can_be_read =
-                    || is_readable(self.catalog(), sample) || self.has_surviving_copy(block, lost) || self.is_streamed(block);
+                // With copies, other nodes may have it, also in place of lost ones.
+                let can_be_read = || has_copies || is_readable(self.catalog(), sample) || self.is_streamed(block);
                 let comes_back = has_copies && self.is_to_come_back(block) && !self.has_own_copy(block);
                 let is_taken_over = self.takes_over(block, lost) && can_be_read();
                 if is_taken_over || comes_back && !self.is_mine(block) {
