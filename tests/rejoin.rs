@@ -530,6 +530,46 @@ fn two_new_servers_get_the_blocks_that_both_held_from_the_third_holder() {
     }
 }
 
+/// SEMANTICS: "When that node is a member again and has its copies, these are ordinary cached blocks."
+#[test]
+fn copies_on_other_nodes_stay_until_new_servers_have_them() {
+    // So slow that the new servers do not have their copies back before the cache is turned off.
+    let options = [&QUICK[..], &["--no-rejoin", "--recovery-rate", "4MiB", "--recovery-timeout", "0"]].concat();
+    let (ground, count, len) = (ground(), 600, 30_000);
+    fs::create_dir(ground.at("more")).unwrap();
+    (0..count).for_each(|number| fs::write(ground.at(format!("more/{number}")), content(number, len)).unwrap());
+    let cluster = ground.up_rejoining(NODES, &options);
+    cluster.ok(&["stage-in", "--copies", "2", cluster.at("more").to_str().unwrap(), "/dayfly/d"]);
+    fs::rename(cluster.at("more"), cluster.at("away")).unwrap();
+    let staged: Vec<u64> = (0..NODES).map(|node| bytes_on(&cluster, node)).collect();
+    for lost in [1, 2] {
+        cluster.kill(lost);
+        wait_until("it is lost", || is_lost(&cluster, lost));
+        let is_recovered = |node: u16| {
+            let recovery = &state_on(&cluster, 0, node)["recovery"];
+            recovery["is_scanned"] == true && recovery["wanted"] == recovery["recovered"]
+        };
+        wait_until("its copies are made again", || [0, 3].into_iter().all(is_recovered));
+    }
+    // With the other holders of their blocks lost, the new servers depend on what the others hold in their place.
+    let (succeeded, message) = rejoin(&cluster, &[]);
+    assert!(succeeded, "{message}");
+    let is_back = |node: u16| bytes_on(&cluster, node) >= staged[usize::from(node)];
+    assert!(!is_back(1) && !is_back(2), "their copies are back too early for this test");
+    cluster.ok(&["tune", "--cache", "off"]);
+    wait_until("their copies are back", || is_back(1) && is_back(2));
+    for node in 0..NODES {
+        let view = cluster.view(node);
+        for number in 0..count {
+            let file = view.open(&path(number)).unwrap();
+            let mut bytes = vec![0; len];
+            view.read_at(&file, 0, &mut bytes).unwrap_or_else(|error| panic!("{number} on node {node}: {error}"));
+            assert!(bytes == content(number, len), "{number} on node {node}");
+        }
+    }
+    cluster.down();
+}
+
 /// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back"
 #[test]
 fn copies_that_came_back_make_way_for_nothing() {

@@ -21,16 +21,18 @@ mod pace;
 mod scan;
 mod streams;
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dayfly_meta::id::BlockId;
+use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::{
-    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_BATCH_LEN_MIN, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MAX,
-    RECOVERY_PAUSE_MIN, RECOVERY_WINDOW_BLOCKS,
+    BAD_HOLDER_PAUSE, RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_BATCH_LEN_MIN, RECOVERY_LOOK_INTERVAL,
+    RECOVERY_PAUSE_MAX, RECOVERY_PAUSE_MIN, RECOVERY_WINDOW_BLOCKS,
 };
 use dayfly_meta::placement::NodeSet;
+use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest};
 use dayfly_meta::wire::status::{Reads, RecoveryStatus};
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
@@ -56,6 +58,8 @@ async fn only_if(is_on: bool, work: impl Future<Output = ()>) {
 pub(crate) struct RecoveryProgress {
     /// The lost members whose blocks the rest is about.
     lost: Mutex<NodeSet>,
+    /// Whether recovery has begun to look for blocks since then.
+    has_begun: AtomicBool,
     /// Blocks that are read by themselves.
     read: Progress,
     /// Blocks for which compressed tars are read again.
@@ -95,15 +99,16 @@ impl Total {
 }
 
 impl RecoveryProgress {
-    /// Returns the progress with the blocks of `lost`, the members that are lost now.
-    pub(crate) fn status(&self, lost: &NodeSet) -> RecoveryStatus {
+    /// Returns the progress with the blocks of `lost`, the members that are lost now, and with those that are to come to this node
+    /// even if no member is lost, which `is_incomplete` says.
+    pub(crate) fn status(&self, lost: &NodeSet, is_incomplete: bool) -> RecoveryStatus {
         let known = self.lost();
         let (mut status, streamed) = (self.read.status(), self.streamed.status());
         status.wanted.add(streamed.wanted);
         status.recovered.add(streamed.recovered);
         status.failed.add(streamed.failed);
         // Recovery learns a moment later than others that members have changed.
-        status.is_scanned &= streamed.is_scanned && *known == *lost;
+        status.is_scanned &= streamed.is_scanned && *known == *lost && (self.has_begun.load(Ordering::Acquire) || !is_incomplete);
         status
     }
 
@@ -111,8 +116,16 @@ impl RecoveryProgress {
     fn reset(&self, lost: &NodeSet, to_read: usize, to_stream: usize) {
         let mut known = self.lost();
         *known = *lost;
+        self.has_begun.store(false, Ordering::Release);
         self.read.reset(to_read);
         self.streamed.reset(to_stream);
+    }
+
+    /// Begins to look for blocks of each kind in so many datasets.
+    fn begin(&self, to_read: usize, to_stream: usize) {
+        self.read.begin_pass(to_read);
+        self.streamed.begin_pass(to_stream);
+        self.has_begun.store(true, Ordering::Release);
     }
 
     fn lost(&self) -> MutexGuard<'_, NodeSet> {
@@ -185,12 +198,15 @@ impl Recovery {
                 while lost.is_empty() && !self.store.datasets().iter().any(|dataset| dataset.is_incomplete()) {
                     sleep(RECOVERY_LOOK_INTERVAL).await;
                 }
+                let count = if reading { self.store.datasets().len() } else { 0 };
+                self.progress.begin(count, if streaming { count } else { 0 });
                 tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(&lost)));
             };
             tokio::select! {
                 biased;
                 _ = roster.next() => {}
                 () = recovering => {}
+                () = self.keep_until_refilled() => {}
             }
             let now_lost = roster.current().lost();
             if now_lost == lost {
@@ -202,6 +218,39 @@ impl Recovery {
                 tracing::warn!(%error, "cannot plan again which blocks this node caches after the members have changed");
             }
         }
+    }
+
+    /// Asks members that have returned whether they have their copies again, until all have. From then on, this node need not keep
+    /// those that it has held in their place, as soon as nobody remembers anymore that a member did not have a copy yet. Runs until
+    /// it is dropped.
+    async fn keep_until_refilled(&self) {
+        let mut refilled = HashMap::new();
+        loop {
+            sleep(self.peers.deadlines().ping_interval).await;
+            for dataset in self.store.datasets() {
+                for node in dataset.refilling().iter() {
+                    let key = (dataset.id(), node);
+                    let since = match refilled.get(&key) {
+                        Some(since) => *since,
+                        None if self.has_copies(node, &dataset).await => *refilled.entry(key).or_insert_with(Instant::now),
+                        None => continue,
+                    };
+                    if since.elapsed() < BAD_HOLDER_PAUSE {
+                        continue;
+                    }
+                    refilled.remove(&key);
+                    if let Err(error) = self.room.note_copies_back(&dataset, node).await {
+                        tracing::warn!(%error, "cannot plan again which blocks this node caches after a node has got its copies back");
+                    }
+                }
+            }
+        }
+    }
+
+    async fn has_copies(&self, node: NodeId, dataset: &Dataset) -> bool {
+        let request = AdministrationRequest::HasCopies { dataset: dataset.id() };
+        let answer = self.peers.ask(node, request, self.peers.deadlines().request).await;
+        matches!(answer, Ok(AdministrationReply::HasCopies(true)))
     }
 
     /// Forgets the progress, because other members are lost now.
@@ -313,8 +362,6 @@ impl Recovery {
 
 #[cfg(test)]
 mod tests {
-    use dayfly_meta::id::NodeId;
-
     use super::*;
 
     fn blocks(count: u64) -> Reads {
@@ -325,27 +372,33 @@ mod tests {
     fn the_wanted_blocks_are_a_lower_bound_until_those_of_all_datasets_are_counted() {
         let (progress, nobody) = (RecoveryProgress::default(), NodeSet::new());
         let lost: NodeSet = [NodeId(3)].into_iter().collect();
-        assert!(progress.status(&nobody).is_scanned, "there is nothing to look for");
-        assert!(!progress.status(&lost).is_scanned, "the loss is not known here yet");
+        assert!(progress.status(&nobody, false).is_scanned, "there is nothing to look for");
+        assert!(!progress.status(&nobody, true).is_scanned, "a new server has not looked for its blocks yet");
+        progress.begin(1, 1);
+        assert!(!progress.status(&nobody, true).is_scanned);
+        progress.read.count(blocks(0));
+        progress.streamed.count(blocks(0));
+        assert!(progress.status(&nobody, true).is_scanned);
+        assert!(!progress.status(&lost, false).is_scanned, "the loss is not known here yet");
         progress.reset(&lost, 2, 2);
-        assert!(!progress.status(&lost).is_scanned);
+        assert!(!progress.status(&lost, false).is_scanned);
         progress.read.begin_pass(2);
         progress.read.count(blocks(5));
         progress.read.recovered.add(blocks(5));
         progress.read.count(blocks(7));
-        assert!(!progress.status(&lost).is_scanned, "blocks of compressed tars are not counted yet");
+        assert!(!progress.status(&lost, false).is_scanned, "blocks of compressed tars are not counted yet");
         progress.streamed.begin_pass(2);
         progress.streamed.count(blocks(0));
         progress.streamed.count(blocks(100));
         progress.streamed.recovered.add(blocks(1));
-        let status = progress.status(&lost);
+        let status = progress.status(&lost, false);
         assert_eq!((status.wanted, status.recovered, status.is_scanned), (blocks(112), blocks(6), true));
         // A new pass of one kind does not forget what the other has counted.
         progress.read.begin_pass(1);
-        let status = progress.status(&lost);
+        let status = progress.status(&lost, false);
         assert_eq!((status.wanted, status.recovered, status.is_scanned), (blocks(105), blocks(6), false));
         progress.read.count(blocks(7));
-        assert_eq!((progress.status(&lost).wanted, progress.status(&lost).is_scanned), (blocks(112), true));
-        assert!(!progress.status(&nobody).is_scanned, "the return is not known here yet");
+        assert_eq!((progress.status(&lost, false).wanted, progress.status(&lost, false).is_scanned), (blocks(112), true));
+        assert!(!progress.status(&nobody, false).is_scanned, "the return is not known here yet");
     }
 }

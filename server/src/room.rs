@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
 use tokio::sync::Mutex;
@@ -218,6 +219,22 @@ impl Room {
             self.prefetcher.fetcher().cache_resident(self.store.datasets());
         }
         Ok(())
+    }
+
+    /// Returns whether all copies of a dataset that are to be on this node are here.
+    pub(crate) async fn has_copies(self: &Arc<Self>, dataset: DatasetId) -> Result<bool, JobLost> {
+        let Some(dataset) = self.store.dataset(dataset) else { return Ok(false) };
+        self.on_drives(move |_| dataset.has_come_back()).await
+    }
+
+    /// Takes note that a node that has returned has its copies again, so that this node need not keep those that it has held in its
+    /// place.
+    pub(crate) async fn note_copies_back(self: &Arc<Self>, dataset: &Arc<Dataset>, node: NodeId) -> Result<(), RoomError> {
+        let alone = self.planning.lock().await;
+        let dataset = dataset.clone();
+        self.on_drives(move |_| dataset.set_refilled(node)).await?;
+        drop(alone);
+        self.plan_cache().await
     }
 
     /// Returns the shares of the blocks that can be cached in `free` bytes.

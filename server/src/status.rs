@@ -83,7 +83,7 @@ impl StatusReporter {
             served: self.fetcher.served(),
             origins: self.fetcher.origins(),
             unstored_bytes: sum(&|dataset| dataset.owned().unstored_bytes),
-            recovery: self.recovery.status(&self.peers.roster().lost()),
+            recovery: self.recovery.status(&self.peers.roster().lost(), datasets.iter().any(|dataset| dataset.is_incomplete())),
             copies: datasets.iter().fold(Reads::default(), |mut all, dataset| {
                 all.add(dataset.copies_here());
                 all

@@ -44,6 +44,10 @@ impl Administration {
                 self.catch_up.look_again().await?;
                 Ok(AdministrationReply::Done)
             }
+            AdministrationRequest::HasCopies { dataset } => {
+                let has_copies = self.room.has_copies(dataset).await;
+                Ok(AdministrationReply::HasCopies(has_copies.map_err(|error| Rejection::new(RejectionKind::Failed, error))?))
+            }
             AdministrationRequest::Renew(round) => Ok(AdministrationReply::Heard(self.membership.take_round(&round))),
             AdministrationRequest::End => {
                 let freed_bytes = match self.membership.free_all().await {

@@ -41,7 +41,7 @@ pub(crate) struct CachedBlocks {
     plans: AtomicU64,
     blocks: AtomicU64,
     bytes: AtomicU64,
-    /// The part of `bytes` that is kept.
+    /// The part of `bytes` that is kept. Changed under the lock.
     kept_bytes: AtomicU64,
     /// Held while blocks are allocated, written and published, and while they are withdrawn and freed.
     writing: Mutex<Writing>,
@@ -432,7 +432,8 @@ impl Dataset {
             let len = self.catalog().block(block).map_or(0, |(_, len)| len);
             self.cached_blocks().subtract(len);
             if self.is_kept(block) {
-                self.cached_blocks().kept_bytes.update(Ordering::Relaxed, Ordering::Relaxed, |kept| kept.saturating_sub(len));
+                let kept_bytes = self.cached_blocks().kept_bytes();
+                self.cached_blocks().kept_bytes.store(kept_bytes.saturating_sub(len), Ordering::Relaxed);
             }
             writing.has_withdrawn = true;
         }

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock, PoisonError, RwLock, RwLockWriteGuard};
 
 use dayfly_meta::catalog::{Catalog, CatalogError, NOT_STORED, NOT_STORED_MIN, block_len};
@@ -78,6 +78,8 @@ pub(crate) struct Dataset {
     pub(super) is_without_blocks: bool,
     /// Whether the stage-in left out copies that are to be on this node.
     pub(super) lacks_copies: AtomicBool,
+    /// All blocks below this one that are to come back to this node are here.
+    pub(super) come_back: AtomicU32,
     cached_blocks: CachedBlocks,
     copies: CopiesHere,
     taken_over: RwLock<Arc<TakenOver>>,
@@ -158,6 +160,7 @@ impl NewDataset<'_> {
             owned,
             is_without_blocks: find.is_none(),
             lacks_copies: AtomicBool::new(false),
+            come_back: AtomicU32::new(0),
             cached_blocks,
             copies: CopiesHere::default(),
             taken_over: RwLock::default(),

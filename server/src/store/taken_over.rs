@@ -4,15 +4,16 @@
 //! Such a block ranks among the blocks that this node owns but did not store, so it is cached before the blocks of live owners.
 //! When the lost node returns, it ranks as an ordinary cached block again.
 //!
-//! With several copies, such blocks are *kept*: they have their room before anything is cached, and never make way. So are blocks
-//! that come to a new server, or to a node whose copies a stage-in left out, because they belong there for good. They lie among the
-//! cached blocks, because a process maps segments with the length that these have at first.
+//! With several copies, such blocks are *kept*: they have their room before anything is cached, and never make way. A node that has
+//! returned may be a new server without blocks, so they are kept until that node says that it has its copies again. Blocks that come
+//! to a new server, or to a node whose copies a stage-in left out, are kept, too, because they belong there for good. All of them lie
+//! among the cached blocks, because a process maps segments with the length that these have at first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use dayfly_meta::catalog::block_len;
-use dayfly_meta::id::{BlockId, SampleId};
+use dayfly_meta::id::{BlockId, NodeId, SampleId};
 use dayfly_meta::limits::TAKEN_OVER_SAMPLES_MAX;
 use dayfly_meta::placement::NodeSet;
 use dayfly_stagein::origin::is_readable;
@@ -24,6 +25,10 @@ use super::Dataset;
 pub(super) struct TakenOver {
     /// The lost members of the session.
     lost: NodeSet,
+    /// Members that were lost, have returned, and may not have all of their copies yet.
+    refilling: NodeSet,
+    /// Both together: blocks that this node holds in the place of these are kept.
+    kept_for: NodeSet,
     /// Whether the dataset was incomplete when the bytes were counted.
     is_incomplete: bool,
     /// Bytes of the blocks that this node holds in their place, and of the copies that are to come to this node.
@@ -40,9 +45,43 @@ impl Dataset {
         if known.lost == *lost && known.is_incomplete == is_incomplete {
             return;
         }
-        let (bytes, kept_bytes) = self.bytes_to_take_over(lost);
-        *self.taken_over_slot() = Arc::new(TakenOver { lost: *lost, is_incomplete, bytes, kept_bytes });
+        let has_copies = self.copies() > 1;
+        let refilling = known.kept_for.iter().filter(|node| has_copies && !lost.contains(*node)).collect();
+        self.set_members(lost, &refilling, is_incomplete);
+    }
+
+    /// Takes note that a node that has returned has all of its copies again.
+    pub(crate) fn set_refilled(&self, node: NodeId) {
+        let known = self.taken_over();
+        let mut refilling = known.refilling;
+        if refilling.remove(node) {
+            self.set_members(&known.lost, &refilling, known.is_incomplete);
+        }
+    }
+
+    fn set_members(&self, lost: &NodeSet, refilling: &NodeSet, is_incomplete: bool) {
+        let kept_for = lost.iter().chain(refilling.iter()).collect();
+        let (bytes, kept_bytes) = self.bytes_to_take_over(lost, &kept_for);
+        let (lost, refilling) = (*lost, *refilling);
+        *self.taken_over_slot() = Arc::new(TakenOver { lost, refilling, kept_for, is_incomplete, bytes, kept_bytes });
         self.cached_blocks().set_ranks_changed();
+    }
+
+    /// Returns the members that have returned and may not have all of their copies yet.
+    pub(crate) fn refilling(&self) -> NodeSet {
+        self.taken_over().refilling
+    }
+
+    /// Returns whether all copies that are to be on this node are here. Looks at each block once; what was here stays.
+    pub(crate) fn has_come_back(&self) -> bool {
+        if !self.has_kept() {
+            return true;
+        }
+        let is_here = |block| !(self.catalog().is_stored(block) && self.is_to_come_back(block)) || self.is_local(block);
+        let (first, blocks) = (self.come_back.load(Ordering::Relaxed), self.catalog().header().blocks);
+        let found = (first..blocks).take_while(|&block| is_here(BlockId(block))).count() as u32;
+        self.come_back.fetch_max(first + found, Ordering::Relaxed);
+        first + found >= blocks
     }
 
     /// Returns whether this node has appeared in the session without the blocks that it owns, which are to come back to it from
@@ -68,7 +107,7 @@ impl Dataset {
 
     /// Returns whether blocks are to come to this node that then stay.
     pub(super) fn has_kept(&self) -> bool {
-        self.copies() > 1 && (self.is_incomplete() || !self.taken_over().lost.is_empty())
+        self.copies() > 1 && (self.is_incomplete() || !self.taken_over().kept_for.is_empty())
     }
 
     /// Returns whether a block stays on this node once it has come here.
@@ -76,7 +115,7 @@ impl Dataset {
         self.copies() > 1
             && self.catalog().is_stored(block)
             && !self.has_own_copy(block)
-            && (self.is_to_come_back(block) || self.takes_over(block, &self.taken_over().lost))
+            && (self.is_to_come_back(block) || self.takes_over(block, &self.taken_over().kept_for))
     }
 
     /// Returns the bytes of the blocks that stay on this node once they have come here.
@@ -127,9 +166,9 @@ impl Dataset {
     /// Returns the bytes of the blocks that this node holds in place of lost owners, and of the copies that are to come to it; and of
     /// the blocks that it then keeps. In a large dataset it looks at a part of the samples only: the results decide how room is divided,
     /// and this is never exact.
-    fn bytes_to_take_over(&self, lost: &NodeSet) -> (u64, u64) {
+    fn bytes_to_take_over(&self, lost: &NodeSet, kept_for: &NodeSet) -> (u64, u64) {
         let has_copies = self.copies() > 1;
-        if lost.is_empty() && !(has_copies && self.is_incomplete()) {
+        if kept_for.is_empty() && !(has_copies && self.is_incomplete()) {
             return (0, 0);
         }
         let samples = self.catalog().header().samples;
@@ -145,7 +184,9 @@ impl Dataset {
                 if is_taken_over || comes_back && !self.is_mine(block) {
                     bytes += block_len(size, part);
                 }
-                if has_copies && (is_taken_over || comes_back) && self.catalog().is_stored(block) {
+                // What this node did not get while another one was lost comes to that one now.
+                let is_kept = || is_taken_over || comes_back || self.is_local(block) && self.takes_over(block, kept_for);
+                if has_copies && self.catalog().is_stored(block) && is_kept() {
                     kept_bytes += block_len(size, part);
                 }
             }

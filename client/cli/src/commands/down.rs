@@ -2,6 +2,7 @@
 
 use std::io;
 use std::process::ExitCode;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,9 @@ use crate::size;
 const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the supervisor may take to notice the end of the last server, before it is told to end.
 const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a server may take to let this process attach. A new server lets nobody attach before it is a member, which it never will
+/// be if the others have ended, so it gets a SIGTERM.
+const NEW_SERVER_PATIENCE: Duration = Duration::from_secs(3);
 /// How long the supervisor may take to end after SIGTERM.
 const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -85,19 +89,42 @@ pub(super) struct EndedServers {
 pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Failure> {
     let local = location.live_nodes();
     let numbers: Vec<u16> = local.iter().map(|node| node.0).collect();
-    let ending: Vec<_> = local
-        .iter()
-        .map(|&node| {
-            // The first server also ends the nodes on other machines.
-            let but = (Some(&node) == local.first()).then(|| numbers.clone());
-            let location = location.clone();
-            (node, thread::spawn(move || end_node(&location, node, but)))
-        })
-        .collect();
+    let (sender, answers) = mpsc::channel();
+    for &node in &local {
+        // The first server also ends the nodes on other machines.
+        let but = (Some(&node) == local.first()).then(|| numbers.clone());
+        let (location, sender) = (location.clone(), sender.clone());
+        thread::spawn(move || {
+            // Sending fails only if this process is about to exit.
+            let attached = || drop(sender.send((node, None)));
+            let _ = sender.send((node, Some(end_node(&location, node, but, attached))));
+        });
+    }
+    drop(sender);
     let (mut nodes, mut freed_bytes, mut is_partial) = (0, 0, false);
-    for (node, ending) in ending {
-        match ending.join() {
-            Ok(Ok((ended, freed, unreached))) => {
+    let mut silent = local;
+    let deadline = Instant::now() + NEW_SERVER_PATIENCE;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let answer = match silent.is_empty() {
+            true => answers.recv().map_err(mpsc::RecvTimeoutError::from),
+            false => answers.recv_timeout(left),
+        };
+        let (node, ended) = match answer {
+            Ok(answer) => answer,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                silent.drain(..).for_each(|node| {
+                    signal_server(location, node, Signal::SIGTERM);
+                });
+                continue;
+            }
+            // All threads have sent their last answer.
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
+        };
+        silent.retain(|other| *other != node);
+        let Some(ended) = ended else { continue };
+        match ended {
+            Ok((ended, freed, unreached)) => {
                 nodes += usize::from(ended);
                 freed_bytes += freed;
                 is_partial |= !unreached.is_empty();
@@ -105,14 +132,13 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
             }
             // Another command is already ending this server, or the server crashed. The code below
             // handles both cases.
-            Ok(Err(ClientError::NodeServer { error, .. })) if is_closed(&error) => {}
-            Ok(Err(error)) => {
+            Err(ClientError::NodeServer { error, .. }) if is_closed(&error) => {}
+            Err(error) => {
                 complain(format_args!(
                     "{error}; the process of node {node} is killed unless it ends in {} s",
                     DOWN_TIMEOUT.as_secs()
                 ));
             }
-            Err(_) => complain(format_args!("cannot end node {node}: a thread of this process panicked")),
         }
     }
     nodes += wait_or_kill(location)?;
@@ -150,10 +176,16 @@ fn wait_or_kill(location: &SessionFolder) -> Result<usize, Failure> {
 }
 
 /// Asks one server to end. If `but` is given, the server also ends all other nodes except those in
-/// `but`. Returns how many nodes ended, the bytes that they freed, and a message for each node that
+/// `but`. Calls `attached` once the server has taken notice of this process. Returns how many nodes ended, the bytes that they freed, and a message for each node that
 /// could not be reached.
-fn end_node(location: &SessionFolder, node: NodeId, but: Option<Vec<u16>>) -> Result<(u16, u64, Vec<String>), ClientError> {
+fn end_node(
+    location: &SessionFolder,
+    node: NodeId,
+    but: Option<Vec<u16>>,
+    attached: impl FnOnce(),
+) -> Result<(u16, u64, Vec<String>), ClientError> {
     let session = Session::attach_to(location, node)?;
+    attached();
     let mut ended = (0, 0, Vec::new());
     let asked = session.control(Command::Down { except: but }, &mut |event| {
         if let Event::Down { nodes, freed_bytes, unreached: untold } = event {
@@ -170,9 +202,13 @@ fn kill_all(location: &SessionFolder) -> usize {
     for node in location.live_nodes() {
         if let Some(pid) = location.pid(node) {
             complain(format_args!("node {node} did not end in time; killing process {pid}"));
-            // The server may have just ended.
-            killed += usize::from(kill(Pid::from_raw(pid), Signal::SIGKILL).is_ok());
+            killed += usize::from(signal_server(location, node, Signal::SIGKILL));
         }
     }
     killed
+}
+
+/// Sends a signal to a server on this machine. Returns `false` if it has ended.
+fn signal_server(location: &SessionFolder, node: NodeId, signal: Signal) -> bool {
+    location.pid(node).is_some_and(|pid| kill(Pid::from_raw(pid), signal).is_ok())
 }

@@ -2,6 +2,7 @@
 
 use rkyv::{Archive, Deserialize, Serialize};
 
+use crate::id::DatasetId;
 use crate::roster::LeaseRound;
 use crate::wire::status::{NodeStatus, Policy};
 
@@ -25,6 +26,11 @@ pub enum AdministrationRequest {
     Agree(AgreedNetwork),
     /// Make this node's datasets the same as the coordinator's. Reply: [`AdministrationReply::Done`].
     CatchUp,
+    /// Say whether all copies of a dataset that are to be on this node have come back to it. Reply: [`AdministrationReply::HasCopies`].
+    HasCopies {
+        /// The dataset.
+        dataset: DatasetId,
+    },
     /// Renew this node's lease, and pass the round on to the nodes below in its tree. Reply: [`AdministrationReply::Heard`].
     Renew(LeaseRound),
     /// End the session on this node. Reply: [`AdministrationReply::Ended`], after which the server exits.
@@ -58,6 +64,8 @@ pub enum AdministrationReply {
     Done,
     /// The node's status.
     Status(Box<NodeStatus>),
+    /// Whether all copies that are to be on the node are there. Not so if it does not know the dataset.
+    HasCopies(bool),
     /// This node, and the nodes below it that it has heard in this round or the one before.
     Heard(Vec<u16>),
     /// The node has stopped serving.
