@@ -28,7 +28,7 @@ pub enum AdministrationRequest {
     CatchUp,
     /// Say whether all copies of a dataset that are to be on this node have come back to it. Reply: [`AdministrationReply::HasCopies`].
     HasCopies {
-        /// The dataset.
+        /// A dataset that the asking node knows.
         dataset: DatasetId,
     },
     /// Renew this node's lease, and pass the round on to the nodes below in its tree. Reply: [`AdministrationReply::Heard`].
