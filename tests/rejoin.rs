@@ -530,7 +530,7 @@ fn two_new_servers_get_the_blocks_that_both_held_from_the_third_holder() {
     }
 }
 
-/// SEMANTICS: "When that node is a member again and has its copies, these are ordinary cached blocks."
+/// SEMANTICS: "A minute after that node is a member again with all its copies, these are ordinary cached blocks."
 #[test]
 fn copies_on_other_nodes_stay_until_new_servers_have_them() {
     // So slow that the new servers do not have their copies back before the cache is turned off.

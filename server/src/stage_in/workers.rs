@@ -53,8 +53,8 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
     stage_in.runs.send_replace(Some(failure.map_or_else(|| Ok(Arc::new(all)), |error| Err(error.share()))));
 }
 
-/// Reports to the coordinator that the stage-in failed here. If it cannot be reached at all, both sides end the stage-in on their own, because the coordinator receives no
-/// reports and this node receives no answers.
+/// Reports to the coordinator that the stage-in failed here. If it cannot be reached at all, both sides end the stage-in on their
+/// own, because the coordinator receives no reports and this node receives no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
     if let Err(unreported) = stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await {

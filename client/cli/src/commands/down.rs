@@ -176,8 +176,8 @@ fn wait_or_kill(location: &SessionFolder) -> Result<usize, Failure> {
 }
 
 /// Asks one server to end. If `but` is given, the server also ends all other nodes except those in
-/// `but`. Calls `attached` once the server has taken notice of this process. Returns how many nodes ended, the bytes that they freed, and a message for each node that
-/// could not be reached.
+/// `but`. Calls `attached` once the server has taken notice of this process. Returns how many nodes
+/// ended, the bytes that they freed, and a message for each node that could not be reached.
 fn end_node(
     location: &SessionFolder,
     node: NodeId,

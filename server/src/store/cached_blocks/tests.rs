@@ -277,7 +277,7 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
 
 /// SEMANTICS: "They are made afterwards, also by the lost node if it returns. Cached blocks get only the room that these leave."
 /// SEMANTICS: "Copies are never evicted. This also holds for those that a new server has got back, and for those that other nodes make
-/// while a node is lost. When that node is a member again and has its copies, these are ordinary cached blocks."
+/// while a node is lost. A minute after that node is a member again with all its copies, these are ordinary cached blocks."
 #[test]
 fn copies_that_are_made_after_the_stage_in_never_make_way() {
     let folder = tempfile::tempdir().unwrap();
