@@ -287,9 +287,23 @@ async fn sealed_bytes_reveal_nothing_and_cannot_be_changed() {
     assert!(sealed.ability().rdma.is_err_and(|why| why.contains("--encrypt")));
 }
 
-/// Strangers that connect and stay silent cost bounded memory, and do not delay members.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ten_thousand_half_open_connections_delay_no_member() {
+/// Strangers that connect and stay silent cost bounded memory, and do not delay members. The test runs in a process of its own, whose
+/// memory and descriptors no other test takes.
+#[test]
+fn ten_thousand_half_open_connections_delay_no_member() {
+    const ALONE: &str = "DAYFLY_TEST_ALONE";
+    if std::env::var_os(ALONE).is_some() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+        return runtime.block_on(ten_thousand_half_open_connections());
+    }
+    let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+    alone.args(["--exact", "conformance::ten_thousand_half_open_connections_delay_no_member", "--nocapture"]).env(ALONE, "1");
+    let output = alone.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr) + String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && text.contains("strangers: "), "{text}");
+}
+
+async fn ten_thousand_half_open_connections() {
     let strangers: usize = match nix::sys::resource::getrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE).unwrap() {
         (_, hard) if hard >= 12_000 => {
             nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NOFILE, hard, hard).unwrap();
