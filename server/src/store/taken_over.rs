@@ -74,7 +74,8 @@ impl Dataset {
 
     /// Returns whether all copies that are to be on this node are here. Looks at each block once; what was here stays.
     pub(crate) fn has_come_back(&self) -> bool {
-        if !self.has_kept() {
+        // What is missing may become known later, so nothing is noted before.
+        if self.copies() == 1 || !self.is_incomplete() {
             return true;
         }
         let is_here = |block| !(self.catalog().is_stored(block) && self.is_to_come_back(block)) || self.is_local(block);

@@ -300,7 +300,13 @@ fn copies_that_are_made_after_the_stage_in_never_make_way() {
     };
     plan(300_000, &[]);
     assert_eq!((dataset.unstored_bytes(), dataset.kept_bytes(), dataset.can_cache_less()), (0, 0, true));
+    // While another node is lost, this one still has all of its own.
+    dataset.set_lost(&[NodeId(3)].into_iter().collect());
+    assert!(dataset.has_come_back());
+    dataset.set_lost(&NodeSet::new());
+    dataset.set_refilled(NodeId(3));
     dataset.set_lacks_copies();
+    assert!(!dataset.has_come_back());
     let chosen = plan(300_000, &[]);
     let copies: Vec<BlockId> = (0..600).map(BlockId).filter(|block| dataset.is_to_come_back(*block)).collect();
     assert!((100..300).contains(&copies.len()), "{}", copies.len());
@@ -326,6 +332,7 @@ fn copies_that_are_made_after_the_stage_in_never_make_way() {
     write(&chosen);
     assert_eq!((found(), dataset.cached_blocks().kept_bytes()), (chosen, 1000 * copies.len() as u64));
     assert_eq!(only_kept_stay(&[]), copies);
+    assert!(dataset.has_come_back());
 
     // The same holds for the copies that are made here while a node is lost, as long as it is.
     let taken: Vec<BlockId> = plan(300_000, &[1]).into_iter().filter(|&block| dataset.is_kept(block)).collect();
