@@ -240,7 +240,7 @@ impl Peers {
 
     /// Like [`Self::ask`], but repeats the request, which may be carried out twice, until the node answers or the supervisor has
     /// declared it lost: a node without a sign of life may only be starved. Gives up after the longest time that the supervisor may
-    /// take, because a session can lose its supervisor. Time during which this node did not run does not count.
+    /// take, because a session can lose its supervisor. If this node itself stands still, that counts as one request's deadline at most.
     pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(&self, node: NodeId, request: R) -> Result<R::Reply, PeerError> {
         let (deadlines, mut waited) = (*self.deadlines(), Duration::ZERO);
         loop {

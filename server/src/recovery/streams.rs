@@ -9,8 +9,8 @@ use std::sync::Arc;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{
-    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MIN, RECOVERY_WRITE_LEN,
-    STREAM_PARTS_WAITING_MAX, STREAM_READERS_MAX,
+    RECOVERY_BATCH_BLOCKS_MAX, RECOVERY_BATCH_LEN_MAX, RECOVERY_LOOK_INTERVAL, RECOVERY_PAUSE_MAX, RECOVERY_PAUSE_MIN,
+    RECOVERY_WRITE_LEN, STREAM_PARTS_WAITING_MAX, STREAM_READERS_MAX,
 };
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::status::Reads;
@@ -62,6 +62,7 @@ impl Recovery {
         let streams = self.fetcher.streams();
         streams.forget_work();
         let mut pace = Pace::new(self.rate.max(1));
+        let mut pause = RECOVERY_PAUSE_MIN;
         loop {
             let plan = self.room.plans();
             let mut has_failed = false;
@@ -81,12 +82,13 @@ impl Recovery {
                 }
                 self.count_missing(&datasets, lost).await;
             }
-            let again = Instant::now() + RECOVERY_PAUSE_MIN;
+            let again = Instant::now() + pause;
             while self.rate == 0 || self.room.plans() == plan && !(has_failed && Instant::now() > again) {
                 self.stream_demanded(lost).await;
                 // The bound is for a notification that came while a tar was read.
                 let _ = timeout(RECOVERY_LOOK_INTERVAL, streams.wait_for_demand()).await;
             }
+            pause = if self.room.plans() == plan { (pause * 2).min(RECOVERY_PAUSE_MAX) } else { RECOVERY_PAUSE_MIN };
         }
     }
 
