@@ -41,13 +41,16 @@ impl Dataset {
     /// Takes the lost members of the session. Ranks change with them, so [`Self::lower_cache_threshold`] must follow. Looks at the
     /// whole catalog if the members have changed.
     pub(crate) fn set_lost(&self, lost: &NodeSet) {
+        // A node may hear that it has been lost itself. It goes on holding what it holds in place of others.
+        let mut lost = *lost;
+        lost.remove(self.me());
         let (known, is_incomplete) = (self.taken_over(), self.is_incomplete());
-        if known.lost == *lost && known.is_incomplete == is_incomplete {
+        if known.lost == lost && known.is_incomplete == is_incomplete {
             return;
         }
         let has_copies = self.copies() > 1;
         let refilling = known.kept_for.iter().filter(|node| has_copies && !lost.contains(*node)).collect();
-        self.set_members(lost, &refilling, is_incomplete);
+        self.set_members(&lost, &refilling, is_incomplete);
     }
 
     /// Takes note that a node that has returned has all of its copies again.
