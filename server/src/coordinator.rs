@@ -43,6 +43,7 @@ use dayfly_meta::path::is_below;
 use dayfly_meta::wire::control::{Event, StageInRequest};
 use dayfly_meta::wire::peer::{CoordinatorReply, ListedDataset, Rejection, UnitReport};
 use dayfly_meta::wire::status::Policy;
+use dayfly_stagein::unit_ledger::WorkerId;
 use tokio::sync::{Semaphore, mpsc};
 
 use crate::blocking::Blocking;
@@ -117,8 +118,12 @@ impl Coordinator {
         if !self.term.is_ready() {
             return Err(self.unready());
         }
+        // The answer to an earlier request may have been lost.
+        if let Some(number) = self.subscriptions.unused(id) {
+            return Ok(number);
+        }
         let (sender, events) = mpsc::channel(EVENTS_QUEUE_LEN);
-        let number = self.subscriptions.open(events)?;
+        let number = self.subscriptions.open(id, events)?;
         let coordinator = self.clone();
         // The stage-in runs on a task of its own, because it must undo what it did even if nobody asks for its events anymore.
         tokio::spawn(async move {
@@ -140,9 +145,14 @@ impl Coordinator {
     }
 
     /// Answers a worker that has finished units and wants more.
-    pub(crate) async fn next_units(&self, number: u64, node: NodeId, finished: Vec<UnitReport>) -> CoordinatorReply {
+    pub(crate) async fn next_units(
+        &self,
+        number: u64,
+        (worker, request): (WorkerId, u64),
+        finished: Vec<UnitReport>,
+    ) -> CoordinatorReply {
         match self.registry.get(number) {
-            Some(stage_in) => stage_in.next_units(node, finished).await,
+            Some(stage_in) => stage_in.next_units((worker, request), finished).await,
             None => CoordinatorReply::Over,
         }
     }

@@ -27,7 +27,7 @@ use dayfly_meta::limits::{FETCH_ATTEMPTS_MAX, PAIRS_ALL_TRIED_NODES, START_TIMEO
 use dayfly_meta::roster::{Roster, RosterChange};
 use dayfly_meta::wire::peer::{Answered, OfferReply, OfferRequest, Rejection, RejectionKind, RequestKind};
 use dayfly_meta::wire::{InvalidMessage, decode_sealed, encode_sealed};
-use dayfly_transport::{Connection, LossCause, Offered, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
+use dayfly_transport::{Connection, LossCause, Pulled, Region, Service, Slot, Transport, TransportError, Unread};
 use tokio::time::{Instant, sleep};
 
 use crate::blocking::Blocking;
@@ -238,21 +238,40 @@ impl Peers {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)
     }
 
-    /// Like [`Self::ask`], but repeats the request, which may be carried out twice, until the node answers or the supervisor has
-    /// declared it lost: a node without a sign of life may only be starved. Gives up after the longest time that the supervisor may
-    /// take, because a session can lose its supervisor. If this node itself stands still, that counts as one request's deadline at most.
-    pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(&self, node: NodeId, request: R) -> Result<R::Reply, PeerError> {
-        let (deadlines, mut waited) = (*self.deadlines(), Duration::ZERO);
+    /// Like [`Self::ask`], but repeats the request, which may be carried out twice; see [`Self::until_lost`].
+    pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(
+        &self,
+        node: NodeId,
+        request: R,
+        timeout: Duration,
+    ) -> Result<R::Reply, PeerError> {
+        self.until_lost(node, timeout, || self.ask(node, request.clone(), timeout)).await
+    }
+
+    /// Asks a node again and again, each time for at most `timeout`, until it answers or the supervisor has declared it lost: a node
+    /// without a sign of life may only be starved. Gives up after the longest time that the supervisor may take, because a session can
+    /// lose its supervisor. If this node itself stands still, that counts as `timeout` at most.
+    pub(crate) async fn until_lost<T, F>(&self, node: NodeId, timeout: Duration, ask: impl Fn() -> F) -> Result<T, PeerError>
+    where
+        F: Future<Output = Result<T, PeerError>>,
+    {
+        let mut patience = Patience::new(timeout);
         loop {
-            let asked_at = Instant::now();
-            let answer = self.ask(node, request.clone(), deadlines.request).await;
-            waited += asked_at.elapsed().min(deadlines.request) + deadlines.progress_interval;
-            let is_over = !self.roster().is_live(node) || waited > deadlines.lost_after + deadlines.node_silent;
-            if is_over || !matches!(answer, Err(PeerError::Transport(_))) {
-                return answer;
+            let answer = ask().await;
+            match &answer {
+                Err(error) if self.should_ask_again(node, error, &mut patience) => {}
+                _ => return answer,
             }
-            sleep(deadlines.progress_interval).await;
+            patience.pause(self.deadlines.progress_interval).await;
         }
+    }
+
+    /// Returns whether a node that has failed to answer is to be asked again.
+    pub(crate) fn should_ask_again(&self, node: NodeId, error: &PeerError, patience: &mut Patience) -> bool {
+        // A request that the peer's transport refuses may be taken later, unlike one that is too long.
+        let may_pass = matches!(error, PeerError::Transport(error) if !matches!(error, TransportError::TooLong(_)));
+        let limit = self.deadlines.lost_after + self.deadlines.node_silent;
+        may_pass && self.roster().is_live(node) && patience.spend() <= limit
     }
 
     /// Sends a request, and receives the answer's bytes in `slots`. Fails unless the peer could read all of the bytes.
@@ -285,17 +304,44 @@ impl Peers {
         self.exchange.slot_within(len, self.deadlines.request).await.ok_or(PeerError::Busy { node: self.node })
     }
 
-    /// Offers the first `len` bytes of `payload`, and returns `payload` with the reply.
+    /// Offers the first `len` bytes of `payload`, which is there again afterward. After an error, it may be gone.
     pub(crate) async fn offer(
         &self,
         node: NodeId,
         request: &OfferRequest,
-        payload: Slot,
+        payload: &mut Option<Slot>,
         len: usize,
-    ) -> Result<(OfferReply, Slot), PeerError> {
+    ) -> Result<OfferReply, PeerError> {
         let (connection, left) = self.connection(node, self.deadlines.offer).await?;
-        let Offered { message, payload } = connection.offer(encode_sealed(request), payload, len, left).await?;
-        Ok((reply(node, decode_sealed(&message))?, payload))
+        let message = connection.offer(encode_sealed(request), payload, len, left).await?;
+        reply(node, decode_sealed(&message))
+    }
+}
+
+/// How long a node has been asked in vain.
+pub(crate) struct Patience {
+    /// How long each try takes at most.
+    timeout: Duration,
+    asked_at: Instant,
+    spent: Duration,
+}
+
+impl Patience {
+    pub(crate) fn new(timeout: Duration) -> Self {
+        Self { timeout, asked_at: Instant::now(), spent: Duration::ZERO }
+    }
+
+    /// Counts the try that has just ended. Returns the length of all.
+    fn spend(&mut self) -> Duration {
+        self.spent += self.asked_at.elapsed().min(self.timeout);
+        self.spent
+    }
+
+    /// Waits for the next try.
+    pub(crate) async fn pause(&mut self, pause: Duration) {
+        sleep(pause).await;
+        self.spent += pause;
+        self.asked_at = Instant::now();
     }
 }
 

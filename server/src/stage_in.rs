@@ -86,6 +86,8 @@ impl StageInContext {
 pub(crate) struct NodeStageIns {
     context: Arc<StageInContext>,
     running: Mutex<BTreeMap<u64, Running>>,
+    /// Held while a stage-in begins. The coordinator may ask again before the first request has ended.
+    beginning: tokio::sync::Mutex<()>,
     promise: Mutex<Promise>,
 }
 
@@ -115,13 +117,24 @@ pub(crate) struct StageInOrder {
 
 impl NodeStageIns {
     pub(crate) fn new(context: StageInContext) -> Self {
-        Self { context: Arc::new(context), running: Mutex::default(), promise: Mutex::default() }
+        Self { context: Arc::new(context), running: Mutex::default(), beginning: Default::default(), promise: Mutex::default() }
     }
 
-    /// Begins this node's part of a stage-in, and pauses caching, because stage-ins need the room.
+    /// Begins this node's part of a stage-in, unless it has begun before, and pauses caching, because stage-ins need the room.
     pub(crate) async fn begin(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
         let stage_ins = self.clone();
+        // On a task of its own, which goes on if the connection is lost over which the coordinator has asked.
+        let beginning = tokio::spawn(async move { stage_ins.begin_once(order).await });
+        beginning.await.unwrap_or(Err(NodeStageInError::NotRunning))
+    }
+
+    async fn begin_once(self: &Arc<Self>, order: StageInOrder) -> Result<(), NodeStageInError> {
+        let stage_ins = self.clone();
         let (number, expected_files) = (order.number, order.expected_files);
+        let _beginning = self.beginning.lock().await;
+        if self.get(number).is_ok() {
+            return Ok(());
+        }
         // Creates files, so it must not run on a runtime thread.
         self.context.blocking.run(move || stage_ins.begin_now(order)).await??;
         self.context.room.pause_caching();
@@ -251,6 +264,8 @@ pub(crate) struct NodeStageIn {
     monitor: Arc<ProgressMonitor>,
     /// Paths that the coordinator has told workers to look for.
     suspect_paths: Arc<SuspectPaths>,
+    /// What was counted after the last report. The coordinator asks again if the answer that carries it was lost.
+    last_counted: Mutex<Counted>,
     /// The workers' runs, once all workers have finished.
     runs: watch::Sender<Option<Runs>>,
     publication: Mutex<Publication>,
@@ -318,6 +333,7 @@ impl NodeStageIn {
             kept: KeptNumbers::default(),
             monitor,
             suspect_paths: Arc::default(),
+            last_counted: Mutex::default(),
             runs: watch::Sender::new(None),
             publication: Mutex::default(),
             copying: Mutex::default(),
@@ -381,7 +397,9 @@ impl NodeStageIn {
         let runs = runs.unwrap_or_else(|| Err(Arc::new(NodeStageInError::NotRunning))).map_err(NodeStageInError::Failed)?;
         let ingest = self.ingest.clone();
         self.context.blocking.run(move || ingest.finish()).await??;
-        Ok((runs.iter().map(|run| run.len).collect(), self.monitor.take_counted()))
+        let mut counted = self.last_counted.lock().unwrap_or_else(PoisonError::into_inner);
+        counted.add(&self.monitor.take_counted());
+        Ok((runs.iter().map(|run| run.len).collect(), *counted))
     }
 
     /// Reads at most `room` bytes of a run.

@@ -53,7 +53,7 @@
 //! use dayfly_stagein::plan::{PlanRequest, plan_sources};
 //! use dayfly_stagein::progress::ProgressMonitor;
 //! use dayfly_stagein::runs::RunWriter;
-//! use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
+//! use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger, WorkerId};
 //!
 //! /// Stores each batch immediately. It refuses large blocks, which would come in pieces.
 //! #[derive(Default)]
@@ -131,7 +131,8 @@
 //! let runs = RunWriter::new(Box::new(tempfile::tempfile), 1 << 20);
 //! let mut worker = Worker::new(&mut sink, runs, config, monitor)?;
 //! let mut files = 0;
-//! while let NextUnits::Assigned(units) = ledger.assign_next(NodeId(0))? {
+//! let only = WorkerId { node: NodeId(0), number: 0 };
+//! while let NextUnits::Assigned(units) = ledger.assign_next(only)? {
 //!     for report in worker.run(&units)? {
 //!         files += ledger.record(report).accepted.iter().map(|(_, counts)| counts.files).sum::<u64>();
 //!     }

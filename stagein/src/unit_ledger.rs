@@ -10,7 +10,8 @@
 //! count strictly in order, while workers read them in parallel; other units do not wait for this.
 //!
 //! If a node is lost, the members that its workers found are lost with it. The ledger then assigns
-//! all of that node's units again, finished ones too.
+//! all of that node's units again, finished ones too. Likewise, if the answer that carries units to
+//! a worker is lost, they are assigned again when the worker asks the next time.
 //!
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.
@@ -41,11 +42,33 @@ pub struct UnitLedger {
     redone: VecDeque<Finished>,
     last_ticket: u32,
     rejected: HashSet<u32>,
+    /// The last request of each worker.
+    turns: HashMap<WorkerId, Turn>,
+    last_turn: u64,
+}
+
+/// A worker thread of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct WorkerId {
+    /// The worker's node.
+    pub node: NodeId,
+    /// The worker's number on its node.
+    pub number: u16,
+}
+
+/// What has become of a worker's last request.
+#[derive(Default)]
+struct Turn {
+    number: u64,
+    /// The worker's number for the request.
+    request: u64,
+    /// The units that were assigned.
+    tickets: Vec<u32>,
 }
 
 /// A unit that a worker is reading.
 struct Assignment {
-    node: NodeId,
+    worker: WorkerId,
     source: u32,
     what: Assigned,
 }
@@ -106,6 +129,8 @@ impl UnitLedger {
             redone: VecDeque::new(),
             last_ticket: 0,
             rejected: HashSet::new(),
+            turns: HashMap::new(),
+            last_turn: 0,
         }
     }
 
@@ -114,25 +139,53 @@ impl UnitLedger {
         self.waiting.len()
     }
 
-    /// Assigns the next unit, or several small ones, to a worker of `node`.
+    /// Takes note that a worker asks for units, after its report of those that it has finished. So
+    /// it has none: what was assigned to it has not reached it, and is assigned again. `request`
+    /// counts the worker's requests; one that it repeats keeps its number. Returns the number of this
+    /// turn, or `None` if the worker has made a later request, so that nobody waits for the answer to
+    /// this one.
+    pub fn begin_turn(&mut self, worker: WorkerId, request: u64) -> Option<u64> {
+        let turn = self.turns.entry(worker).or_default();
+        if turn.request > request {
+            return None;
+        }
+        self.last_turn += 1;
+        let before = std::mem::replace(turn, Turn { number: self.last_turn, request, tickets: Vec::new() });
+        let unseen = before.tickets.into_iter().filter(|ticket| self.assigned.contains_key(ticket)).collect::<Vec<_>>();
+        self.take_back(&unseen);
+        // Should the worker have them nevertheless, what it finds in them does not count.
+        self.rejected.extend(unseen);
+        Some(self.last_turn)
+    }
+
+    /// Returns whether units wait that were assigned before.
+    pub fn has_urgent(&self) -> bool {
+        !self.retries.is_empty() || !self.redone.is_empty()
+    }
+
+    /// Returns whether the worker has not asked again since this turn began.
+    pub fn is_turn(&self, worker: WorkerId, turn: u64) -> bool {
+        self.turns.get(&worker).is_some_and(|last| last.number == turn)
+    }
+
+    /// Assigns the next unit, or several small ones, to a worker.
     ///
     /// # Errors
     ///
     /// [`StageInError::TempFile`] if a unit cannot be read back from the plan's temporary file.
-    pub fn assign_next(&mut self, node: NodeId) -> Result<NextUnits, StageInError> {
+    pub fn assign_next(&mut self, worker: WorkerId) -> Result<NextUnits, StageInError> {
         let mut units = Vec::new();
         let mut len = 0;
         // Ranges count as large, so ranges and retries are always assigned alone.
-        let is_urgent = !self.retries.is_empty() || !self.redone.is_empty();
-        while let Some(small_len) = self.waiting.next_small_len().filter(|_| !is_urgent) {
+        while let Some(small_len) = self.waiting.next_small_len().filter(|_| !self.has_urgent()) {
             len += small_len;
             if units.len() == SMALL_UNITS_MAX || len > MESSAGE_LEN_MAX / 2 {
                 break;
             }
-            units.extend(self.assign_one(node)?);
+            units.extend(self.assign_one(worker)?);
         }
         if units.is_empty() {
-            units.extend(self.assign_one(node)?);
+            units.extend(self.assign_one(worker)?);
         }
         match units.is_empty() {
             false => Ok(NextUnits::Assigned(units)),
@@ -141,7 +194,7 @@ impl UnitLedger {
         }
     }
 
-    fn assign_one(&mut self, node: NodeId) -> Result<Option<Unit>, StageInError> {
+    fn assign_one(&mut self, worker: WorkerId) -> Result<Option<Unit>, StageInError> {
         while let Some((unit, what)) = self.next_unit()? {
             let what = match (&what, &unit.work, self.chains.get(&unit.source)) {
                 (Assigned::Unit(_), Work::TarRange(_), Some(chain)) if chain.position.is_none() => {
@@ -151,7 +204,7 @@ impl UnitLedger {
                 (Assigned::Unit(_), Work::TarRange(range), Some(chain)) => chain.assigned(range),
                 _ => what,
             };
-            return Ok(Some(self.assign(node, unit, what)));
+            return Ok(Some(self.assign(worker, unit, what)));
         }
         Ok(None)
     }
@@ -172,24 +225,19 @@ impl UnitLedger {
         }
     }
 
-    fn assign(&mut self, node: NodeId, mut unit: Unit, what: Assigned) -> Unit {
+    fn assign(&mut self, worker: WorkerId, mut unit: Unit, what: Assigned) -> Unit {
         self.last_ticket += 1;
         unit.ticket = self.last_ticket;
-        self.assigned.insert(unit.ticket, Assignment { node, source: unit.source, what });
+        self.turns.entry(worker).or_default().tickets.push(unit.ticket);
+        self.assigned.insert(unit.ticket, Assignment { worker, source: unit.source, what });
         unit
     }
 
     /// Assigns all units of a lost node again: those that its workers were reading, and those that they had finished.
     pub fn lose(&mut self, node: NodeId) {
-        let lost: Vec<u32> =
-            self.assigned.iter().filter(|(_, assigned)| assigned.node == node).map(|(ticket, _)| *ticket).collect();
-        for Assignment { source, what, .. } in lost.into_iter().filter_map(|ticket| self.assigned.remove(&ticket)) {
-            match what {
-                Assigned::Unit(index) => self.redone.push_back(Finished::Unit(index)),
-                Assigned::RangeAgain(index, start) => self.redone.push_back(Finished::Range(source, index, start)),
-                Assigned::Range(index, _) => self.retries.extend(self.chains.get(&source).map(|chain| chain.unit(index, None))),
-            }
-        }
+        let of_node = self.assigned.iter().filter(|(_, assigned)| assigned.worker.node == node);
+        let tickets: Vec<u32> = of_node.map(|(ticket, _)| *ticket).collect();
+        self.take_back(&tickets);
         for chain in self.chains.values_mut() {
             let of_node = chain.reports.iter().filter(|(_, waiting)| waiting.node == node);
             let reported: Vec<usize> = of_node.map(|(index, _)| *index).collect();
@@ -199,10 +247,23 @@ impl UnitLedger {
         self.redone.extend(self.finished.remove(&node).unwrap_or_default());
     }
 
+    /// Takes assigned units from their workers, to assign them again.
+    fn take_back(&mut self, tickets: &[u32]) {
+        for Assignment { source, what, .. } in tickets.iter().filter_map(|ticket| self.assigned.remove(ticket)) {
+            match what {
+                Assigned::Unit(index) => self.redone.push_back(Finished::Unit(index)),
+                Assigned::RangeAgain(index, start) => self.redone.push_back(Finished::Range(source, index, start)),
+                Assigned::Range(index, _) => self.retries.extend(self.chains.get(&source).map(|chain| chain.unit(index, None))),
+            }
+        }
+    }
+
     /// Records the report of a finished unit. A report for an unknown ticket is ignored.
     pub fn record(&mut self, report: UnitReport) -> Verdict {
         let mut verdict = Verdict::default();
-        let Some(Assignment { node, source, what }) = self.assigned.remove(&report.ticket) else { return verdict };
+        let Some(Assignment { worker: WorkerId { node, .. }, source, what }) = self.assigned.remove(&report.ticket) else {
+            return verdict;
+        };
         if report.withdrawn {
             self.rejected.insert(report.ticket);
         }
@@ -323,4 +384,68 @@ fn reject(report: UnitReport, verdict: &mut Verdict, rejected: &mut HashSet<u32>
     rejected.insert(report.ticket);
     verdict.rejected.push(report.counts);
     verdict.rejected_bytes += report.source_bytes;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use dayfly_meta::wire::control::Selection;
+
+    use super::*;
+    use crate::plan::{PlanRequest, plan_sources};
+
+    /// Returns a ledger of two units, each of which is a folder.
+    fn ledger(folder: &std::path::Path) -> UnitLedger {
+        let source = |name: &str| {
+            let source = folder.join(name);
+            std::fs::create_dir_all(&source).unwrap();
+            // Large units are assigned one by one.
+            std::fs::File::create(source.join("sample")).unwrap().set_len(64 << 20).unwrap();
+            source.into_os_string().into_encoded_bytes()
+        };
+        let patterns = ["a", "b"].map(source);
+        let request = PlanRequest { patterns: &patterns, selection: &Selection::default(), seed: 7, workers: 2 };
+        let plan = plan_sources(&request, tempfile::tempfile().unwrap(), &Arc::default()).unwrap();
+        UnitLedger::new(plan.units, plan.split_tars)
+    }
+
+    fn assigned(ledger: &mut UnitLedger, worker: WorkerId) -> Vec<Unit> {
+        match ledger.assign_next(worker).unwrap() {
+            NextUnits::Assigned(units) => units,
+            other => panic!("no units: {other:?}"),
+        }
+    }
+
+    fn report(unit: &Unit) -> UnitReport {
+        UnitReport { ticket: unit.ticket, counts: Counts { files: 1, ..Counts::default() }, ..UnitReport::default() }
+    }
+
+    #[test]
+    fn units_whose_answer_was_lost_are_assigned_again_and_count_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = ledger(folder.path());
+        let workers = [0, 1].map(|number| WorkerId { node: NodeId(0), number });
+        let turn = ledger.begin_turn(workers[0], 1).unwrap();
+        let lost = assigned(&mut ledger, workers[0]);
+        // The worker repeats its request. The first one is not answered anymore.
+        let again = ledger.begin_turn(workers[0], 1).unwrap();
+        assert!(!ledger.is_turn(workers[0], turn) && ledger.is_turn(workers[0], again) && ledger.has_urgent());
+        let units = assigned(&mut ledger, workers[0]);
+        assert_eq!((units.len(), &units[0].work), (lost.len(), &lost[0].work));
+        assert_ne!(units[0].ticket, lost[0].ticket);
+        // Others do not lose theirs.
+        ledger.begin_turn(workers[1], 1).unwrap();
+        let others = assigned(&mut ledger, workers[1]);
+        assert!(ledger.record(report(&lost[0])).accepted.is_empty());
+        assert!(ledger.rejected_tickets().contains(&lost[0].ticket) && !ledger.is_certain(lost[0].ticket, false));
+        for unit in units.iter().chain(&others) {
+            assert_eq!(ledger.record(report(unit)).accepted.len(), 1);
+        }
+        // A request that arrives after a later one takes nothing back.
+        ledger.begin_turn(workers[0], 3).unwrap();
+        assert_eq!(ledger.begin_turn(workers[0], 2), None);
+        assert!(matches!(ledger.assign_next(workers[0]).unwrap(), NextUnits::Finished));
+        assert_eq!(ledger.rejected_tickets().len(), 1);
+    }
 }

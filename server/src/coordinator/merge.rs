@@ -175,7 +175,9 @@ impl RunReader<'_> {
         }
         let (context, Run { node, number, len }) = (&self.job.coordinator.context, self.run);
         let request = ReadRequest::Run { stage_in: self.job.stage_in.number, run: *number, offset: self.offset };
-        let pulling = context.peers.pull_bytes(*node, request, self.ahead_len.min(len - self.offset));
+        let room = self.ahead_len.min(len - self.offset);
+        let pull = || context.peers.pull_bytes(*node, request.clone(), room);
+        let pulling = context.peers.until_lost(*node, context.deadlines().request, pull);
         let bytes = context.blocking.wait_for(pulling).map_err(|error| io::Error::other(CoordinatorError::Peer(error)))?;
         self.job.stage_in.step();
         if bytes.is_empty() {

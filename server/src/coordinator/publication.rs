@@ -63,7 +63,7 @@ impl Publication<'_> {
         let request = self.id;
         let begin =
             NodeStageInRequest::Begin { stage_in, request, selection, seed, max_rate, capacities, stored_share, expected_files };
-        self.ask_all(&begin, context.deadlines().request).await?;
+        self.ask_all_until_lost(&begin, context.deadlines().request).await?;
         self.stage_in.set_all_begun();
         self.stage_in.all_read().await;
         let read = start.elapsed();
@@ -86,7 +86,7 @@ impl Publication<'_> {
     async fn finish(&self) -> Result<Vec<Run>, CoordinatorError> {
         let context = &self.coordinator.context;
         let request = NodeStageInRequest::Finish { stage_in: self.stage_in.number };
-        let replies = self.ask_all(&request, context.deadlines().offer).await?;
+        let replies = self.ask_all_until_lost(&request, context.deadlines().offer).await?;
         let mut runs = Vec::new();
         for (node, reply) in replies {
             let NodeStageInReply::Finished { run_lens, counted } = reply else {
@@ -271,17 +271,19 @@ impl Publication<'_> {
     pub(super) async fn abort(&self) {
         let epoch = self.coordinator.context.peers.roster().epoch();
         let request = NodeStageInRequest::Abort { stage_in: self.stage_in.number, epoch };
-        let _ = self.ask_all(&request, self.coordinator.context.deadlines().request).await;
+        let (peers, timeout) = (&self.coordinator.context.peers, self.coordinator.context.deadlines().request);
+        let asking = self.stage_in.participants().into_iter().map(|node| peers.ask(node, request.clone(), timeout));
+        join_all(asking).await;
     }
 
-    /// Asks all nodes that take part at once, and waits for all of them. Returns their replies, or the first error.
-    async fn ask_all(
+    /// Asks all nodes that take part at once, each until it is lost, and waits for all of them. Returns their replies, or the first error.
+    async fn ask_all_until_lost(
         &self,
         request: &NodeStageInRequest,
         timeout: Duration,
     ) -> Result<Vec<(NodeId, NodeStageInReply)>, PeerError> {
         let peers = &self.coordinator.context.peers;
-        let ask = |node| async move { Ok((node, peers.ask(node, request.clone(), timeout).await?)) };
+        let ask = |node| async move { Ok((node, peers.ask_until_lost(node, request.clone(), timeout).await?)) };
         join_all(self.stage_in.participants().into_iter().map(ask)).await.into_iter().collect()
     }
 

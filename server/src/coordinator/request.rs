@@ -11,7 +11,7 @@ use dayfly_meta::wire::peer::{AdministrationRequest, CoordinatorReply, Coordinat
 use dayfly_transport::TransportError;
 use futures_util::future::join_all;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::peers::{PeerError, Peers};
 
@@ -100,14 +100,14 @@ async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mps
     let unsubscribe = CoordinatorRequest::Unsubscribe { subscription };
     if last.is_none() {
         // If this fails, the coordinator notices after a while that nobody asks anymore.
-        let _ = peers.ask_until_lost(coordinator, unsubscribe).await;
+        let _ = peers.ask_until_lost(coordinator, unsubscribe, peers.deadlines().request).await;
     } else if peers.roster().is_live(coordinator) {
         let _ = peers.ask(coordinator, unsubscribe, peers.deadlines().request).await;
     }
     last
 }
 
-/// Asks the coordinator to begin. A new coordinator is not ready at once.
+/// Asks the coordinator to begin. A new coordinator is not ready at once, and one that does not answer may only be starved.
 async fn start(
     peers: &Peers,
     id: u64,
@@ -118,7 +118,7 @@ async fn start(
     loop {
         let coordinator = peers.roster().coordinator();
         let asked = CoordinatorRequest::Start { id, request: request.clone() };
-        let answer = peers.ask(coordinator, asked, deadlines.request).await;
+        let answer = ask_patiently(peers, coordinator, asked, events).await;
         let is_unready =
             matches!(&answer, Err(PeerError::Rejected { rejection, .. }) if rejection.kind == RejectionKind::NotCoordinator);
         if !is_unready || start.elapsed() > deadlines.lost_after {
@@ -129,11 +129,30 @@ async fn start(
     }
 }
 
+/// Asks the coordinator until it is lost. Shows the client when that takes long.
+async fn ask_patiently(
+    peers: &Peers,
+    coordinator: NodeId,
+    request: CoordinatorRequest,
+    events: &mpsc::Sender<Event>,
+) -> Result<CoordinatorReply, PeerError> {
+    let limit = peers.deadlines().request;
+    let asking = peers.ask_until_lost(coordinator, request, limit);
+    tokio::pin!(asking);
+    loop {
+        match timeout(limit, &mut asking).await {
+            Ok(answer) => return answer,
+            Err(_) => show_waiting(events),
+        }
+    }
+}
+
 /// Relays progress. Returns the last event, or `None` if the client is gone.
 async fn relay(peers: &Peers, coordinator: NodeId, subscription: u64, events: &mpsc::Sender<Event>) -> Option<Event> {
     let mut received = 0;
     loop {
-        match peers.ask_until_lost(coordinator, CoordinatorRequest::NextEvent { subscription, received }).await {
+        let request = CoordinatorRequest::NextEvent { subscription, received };
+        match ask_patiently(peers, coordinator, request, events).await {
             Ok(CoordinatorReply::Event(None)) => {}
             Ok(CoordinatorReply::Event(Some(event))) if !event.is_last() => {
                 received += 1;

@@ -113,15 +113,10 @@ async fn run_to_end(
     if context.store.datasets().len() >= DATASETS_MAX {
         return Err(CoordinatorError::TooManyDatasets);
     }
-    let roster = tokio::select! {
-        biased;
-        roster = reach_all(context) => roster?,
-        () = events.closed() => return Err(CoordinatorError::Cancelled),
-        never = report_phase(context, events, Phase::Waiting) => never,
-    };
+    let roster = shown_as_waiting(context, events, reach_all(context)).await?;
     let participants: Vec<NodeId> = roster.live().collect();
     // The plan needs room too, because it is written to a data dir.
-    make_headroom(context, &participants).await?;
+    shown_as_waiting(context, events, make_headroom(context, &participants)).await?;
     let planning = CancelOnDrop::default();
     let (plan, plan_drive) = tokio::select! {
         biased;
@@ -131,8 +126,8 @@ async fn run_to_end(
         never = report_phase(context, events, Phase::Planning) => never,
     };
     // While the stage-in was planned, blocks may have been cached, and other programs may have filled drives.
-    make_headroom(context, &participants).await?;
-    let free = free_room(context, &participants).await?;
+    shown_as_waiting(context, events, make_headroom(context, &participants)).await?;
+    let free = shown_as_waiting(context, events, free_room(context, &participants)).await?;
     let fit = tokio::select! {
         biased;
         fit = judge_fit(context, &request, &plan, (&participants, &free), planning.0.clone()) => fit,
@@ -185,6 +180,9 @@ async fn run_to_end(
         }
     };
     let prepared = catch_panic(context.node, preparing).await;
+    // It may have been lost since the last look.
+    let is_asker_lost = prepared.is_ok() && !context.peers.roster().is_live(from);
+    let prepared = if is_asker_lost { Err(CoordinatorError::AskerLost(from)) } else { prepared };
     // From here on the stage-in cannot be canceled: either all nodes show the dataset, or the stage-in is undone.
     let published = match prepared {
         Ok(merged) => {
@@ -219,6 +217,20 @@ async fn run_to_end(
     };
     coordinator.registry.remove(number);
     result
+}
+
+/// Waits for nodes, as the user sees. Ends early if the user has gone.
+async fn shown_as_waiting<T>(
+    context: &CoordinatorContext,
+    events: &mpsc::Sender<Event>,
+    waiting: impl Future<Output = Result<T, CoordinatorError>>,
+) -> Result<T, CoordinatorError> {
+    tokio::select! {
+        biased;
+        done = waiting => done,
+        () = events.closed() => Err(CoordinatorError::Cancelled),
+        never = report_phase(context, events, Phase::Waiting) => never,
+    }
 }
 
 /// Sends progress events for a phase in which nothing is counted. Ends only when the future is dropped.
@@ -288,7 +300,7 @@ async fn reach_all(context: &CoordinatorContext) -> Result<Arc<Roster>, Coordina
 /// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
 async fn make_headroom(context: &CoordinatorContext, participants: &[NodeId]) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
-    let asking = participants.iter().map(|&node| context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout));
+    let asking = participants.iter().map(|&node| context.peers.ask_until_lost(node, NodeStageInRequest::MakeHeadroom, timeout));
     for made in join_all(asking).await {
         made.map_err(CoordinatorError::NodeMissing)?;
     }
@@ -302,7 +314,7 @@ async fn free_room(context: &CoordinatorContext, participants: &[NodeId]) -> Res
         if !participants.contains(&node) {
             return Ok(0);
         }
-        match context.peers.ask(node, AdministrationRequest::Status, timeout).await {
+        match context.peers.ask_until_lost(node, AdministrationRequest::Status, timeout).await {
             Ok(AdministrationReply::Status(status)) => Ok(status.free_bytes),
             Ok(_) => Err(CoordinatorError::Peer(PeerError::InvalidAnswer(node))),
             Err(error) => Err(CoordinatorError::NodeMissing(error)),

@@ -9,9 +9,8 @@ use dayfly_meta::id::NodeId;
 use dayfly_meta::roster::Roster;
 use dayfly_meta::wire::control::{Counted, Counts, Phase, Progress};
 use dayfly_meta::wire::peer::{CoordinatorReply, Sighting, SuspectPath, UnitReport};
-use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger};
+use dayfly_stagein::unit_ledger::{NextUnits, UnitLedger, WorkerId};
 use tokio::sync::{Notify, SetOnce, watch};
-use tokio::time::Instant;
 
 use super::CoordinatorError;
 use super::conflicts::{Rivals, Suspicions};
@@ -25,6 +24,8 @@ const WAITING_NODES_SHOWN_MAX: usize = 8;
 /// A node's regular report.
 #[derive(Default)]
 pub(crate) struct NodeReport {
+    /// The number of the node's reports, this one included.
+    pub(crate) number: u64,
     /// What was counted since the last report.
     pub(crate) progress: Counted,
     /// What the node's threads are waiting for, if nothing was counted.
@@ -33,6 +34,15 @@ pub(crate) struct NodeReport {
     pub(crate) suspects: Vec<SuspectPath>,
     /// Samples that the node's workers found and whose paths are suspect.
     pub(crate) sightings: Vec<Sighting>,
+}
+
+/// What the coordinator remembers of a node's reports.
+#[derive(Clone, Default)]
+struct LastReport {
+    /// The number of the last report; 0 before the first.
+    number: u64,
+    /// How many times [`CoordinatedStageIn::silent_node`] has looked since. While this node does not run, it does not look.
+    looks: u32,
 }
 
 /// A running stage-in, as its coordinator sees it.
@@ -50,8 +60,7 @@ pub(crate) struct CoordinatedStageIn {
     /// What the plan has counted, and what each node's accepted units have.
     counts: Mutex<BTreeMap<Option<NodeId>, Counts>>,
     redone_bytes: AtomicU64,
-    /// When each node last reported. Until a node's first report, this is the time when the stage-in began.
-    reported_at: Mutex<Vec<Instant>>,
+    last_reports: Mutex<Vec<LastReport>>,
     failure: watch::Sender<Option<Arc<CoordinatorError>>>,
     /// Set when all nodes have begun. Before that, a unit's blocks could reach a node that does not know about the stage-in.
     all_begun: SetOnce<()>,
@@ -87,7 +96,7 @@ impl CoordinatedStageIn {
             number,
             coordinator,
             participants: Mutex::new(participants),
-            reported_at: Mutex::new(vec![Instant::now(); nodes]),
+            last_reports: Mutex::new(vec![LastReport::default(); nodes]),
             unit_ledger: Mutex::new(unit_ledger),
             plan_drive,
             rates: Mutex::new(Rates::new(nodes, deadlines.progress_interval)),
@@ -131,27 +140,39 @@ impl CoordinatedStageIn {
         let _ = self.all_read.subscribe().wait_for(|all_read| *all_read).await;
     }
 
-    /// Takes a worker's report of its finished units, if any, and answers with more units.
-    pub(super) async fn next_units(&self, node: NodeId, finished: Vec<UnitReport>) -> CoordinatorReply {
-        // If a node takes too long to begin, the coordinator's request to it fails, and so does the stage-in.
-        self.all_begun.wait().await;
-        if !finished.is_empty() {
+    /// Takes a worker's report of its finished units, if any, and answers with more units. If the answer is lost, the worker repeats the
+    /// request.
+    pub(super) async fn next_units(&self, (worker, request): (WorkerId, u64), finished: Vec<UnitReport>) -> CoordinatorReply {
+        let has_finished = !finished.is_empty();
+        if has_finished {
             self.step();
             finished.into_iter().for_each(|report| self.record(report));
+        }
+        let (turn, has_urgent) = {
+            let mut unit_ledger = self.unit_ledger();
+            (unit_ledger.begin_turn(worker, request), unit_ledger.has_urgent())
+        };
+        if has_finished || has_urgent {
             self.unit_reported.notify_waiters();
         }
         let wait = async {
+            // If a node does not begin, the coordinator's request to it fails in the end, and so does the stage-in.
+            self.all_begun.wait().await;
             loop {
                 let unit_reported = self.unit_reported.notified();
                 tokio::pin!(unit_reported);
                 unit_reported.as_mut().enable();
                 // A node that was lost has no part in the stage-in anymore.
-                if self.has_failed() || !self.participants().contains(&node) {
+                if self.has_failed() || !self.participants().contains(&worker.node) {
                     return CoordinatorReply::Over;
                 }
                 let next = {
                     let mut unit_ledger = self.unit_ledger();
-                    let next = unit_ledger.assign_next(node);
+                    if !turn.is_some_and(|turn| unit_ledger.is_turn(worker, turn)) {
+                        // The worker waits for the answer to another request.
+                        return CoordinatorReply::Wait;
+                    }
+                    let next = unit_ledger.assign_next(worker);
                     // Set under the lock, so that from now on no unit is assigned again in place of a node that is lost.
                     if matches!(next, Ok(NextUnits::Finished)) {
                         self.all_read.send_replace(true);
@@ -220,11 +241,15 @@ impl CoordinatedStageIn {
 
     /// Records a node's report, and answers it.
     pub(super) fn report(&self, node: NodeId, report: NodeReport) -> CoordinatorReply {
-        let NodeReport { progress, waits, suspects, sightings } = report;
-        if let Some(reported_at) = self.reported_at().get_mut(node.index()) {
-            *reported_at = Instant::now();
+        let NodeReport { number, progress, waits, suspects, sightings } = report;
+        let is_new = self.last_reports().get_mut(node.index()).is_some_and(|last| {
+            last.looks = 0;
+            std::mem::replace(&mut last.number, number) != number
+        });
+        // A node repeats a report if the answer was lost.
+        if is_new {
+            self.count(node, progress);
         }
-        self.count(node, progress);
         if let Some(of_node) = self.waits().get_mut(node.index()) {
             *of_node = waits;
         }
@@ -311,13 +336,15 @@ impl CoordinatedStageIn {
         failure.unwrap_or_else(|| Arc::new(CoordinatorError::Cancelled))
     }
 
-    /// Returns a node that has not reported for so long that it has given up on the stage-in on its own.
+    /// Returns a node that has not reported for so long that it has given up on the stage-in on its own. Called once per
+    /// `progress_interval`.
     pub(super) fn silent_node(&self) -> Option<NodeId> {
         // Before that, the supervisor declares a node lost that is silent to all.
         let patience = self.deadlines.lost_after + self.deadlines.node_silent;
-        let reported_at = self.reported_at();
-        let is_silent = |node: &NodeId| reported_at.get(node.index()).is_some_and(|at| at.elapsed() > patience);
-        self.participants().into_iter().find(is_silent)
+        let mut reports = self.last_reports();
+        reports.iter_mut().for_each(|last| last.looks += 1);
+        let silent_for = |node: &NodeId| reports.get(node.index()).map(|last| self.deadlines.progress_interval * last.looks);
+        self.participants().into_iter().find(|node| silent_for(node) > Some(patience))
     }
 
     /// Returns the nodes that take part.
@@ -353,8 +380,8 @@ impl CoordinatedStageIn {
         can
     }
 
-    fn reported_at(&self) -> MutexGuard<'_, Vec<Instant>> {
-        self.reported_at.lock().unwrap_or_else(PoisonError::into_inner)
+    fn last_reports(&self) -> MutexGuard<'_, Vec<LastReport>> {
+        self.last_reports.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn progress(&self) -> MutexGuard<'_, Progress> {

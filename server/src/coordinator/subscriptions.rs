@@ -72,6 +72,8 @@ struct SubscriptionTable {
 }
 
 struct Subscription {
+    /// The number of the user's request.
+    request: u64,
     delivery: tokio::sync::Mutex<Delivery>,
     /// How many times [`Subscriptions::expire`] has looked since the node last asked. While this node does not run, it does not look.
     looks: AtomicU32,
@@ -91,8 +93,18 @@ impl Subscriptions {
         Self { table: Mutex::default(), deadlines }
     }
 
-    /// Opens a subscription to a stage-in's events. Closing it drops `events`, which cancels the stage-in.
-    pub(super) fn open(&self, events: mpsc::Receiver<Event>) -> Result<u64, SubscriptionError> {
+    /// Returns the subscription of a user's request whose number has not reached the node that asks: it has not taken any event.
+    pub(super) fn unused(&self, request: u64) -> Option<u64> {
+        let table = self.table();
+        let is_unused =
+            |of: &Subscription| of.request == request && of.delivery.try_lock().is_ok_and(|delivery| delivery.count == 0);
+        let (number, subscription) = table.open.iter().find(|(_, subscription)| is_unused(subscription))?;
+        subscription.looks.store(0, Ordering::Relaxed);
+        Some(*number)
+    }
+
+    /// Opens a subscription to the events of a stage-in that a user requests. Closing it drops `events`, which cancels the stage-in.
+    pub(super) fn open(&self, request: u64, events: mpsc::Receiver<Event>) -> Result<u64, SubscriptionError> {
         let delivery = tokio::sync::Mutex::new(Delivery { events, count: 0, last: None });
         let mut table = self.table();
         if table.open.len() >= FORWARDED_STAGE_INS_MAX {
@@ -100,7 +112,7 @@ impl Subscriptions {
         }
         table.last_number += 1;
         let number = table.last_number;
-        table.open.insert(number, Arc::new(Subscription { delivery, looks: AtomicU32::new(0) }));
+        table.open.insert(number, Arc::new(Subscription { request, delivery, looks: AtomicU32::new(0) }));
         Ok(number)
     }
 
@@ -165,7 +177,7 @@ mod tests {
     async fn an_event_whose_answer_was_lost_is_delivered_again() {
         let subscriptions = Subscriptions::default();
         let (sender, events) = mpsc::channel(2);
-        let number = subscriptions.open(events).unwrap();
+        let number = subscriptions.open(7, events).unwrap();
         sender.send(failed("one")).await.unwrap();
         sender.send(failed("two")).await.unwrap();
         for (received, expect) in [(0, "one"), (0, "one"), (1, "two"), (1, "two")] {
@@ -178,11 +190,22 @@ mod tests {
         assert_eq!(subscriptions.next(number, 2).await, Err(SubscriptionError::Expired));
     }
 
+    #[tokio::test]
+    async fn a_request_that_is_repeated_because_its_answer_was_lost_gets_the_same_subscription() {
+        let subscriptions = Subscriptions::default();
+        let (sender, events) = mpsc::channel(2);
+        let number = subscriptions.open(7, events).unwrap();
+        assert_eq!((subscriptions.unused(7), subscriptions.unused(8)), (Some(number), None));
+        sender.send(failed("one")).await.unwrap();
+        subscriptions.next(number, 0).await.unwrap();
+        assert_eq!(subscriptions.unused(7), None, "the node knows it, and has given it up");
+    }
+
     #[tokio::test(start_paused = true)]
     async fn a_stage_in_that_nobody_asks_about_is_canceled() {
         let subscriptions = Subscriptions::default();
         let (sender, events) = mpsc::channel(2);
-        let number = subscriptions.open(events).unwrap();
+        let number = subscriptions.open(7, events).unwrap();
         let asking = async {
             loop {
                 assert_eq!(subscriptions.next(number, 0).await, Ok(None));
@@ -203,7 +226,7 @@ mod tests {
     async fn a_stage_in_whose_node_is_lost_is_canceled_at_once() {
         let subscriptions = Subscriptions::default();
         let (sender, events) = mpsc::channel(2);
-        let number = subscriptions.open(events).unwrap();
+        let number = subscriptions.open(7, events).unwrap();
         timeout(2 * Deadlines::DEFAULT.ping_interval, subscriptions.expire(number, || true)).await.unwrap();
         assert!(sender.is_closed());
     }
@@ -225,8 +248,8 @@ mod tests {
     fn the_number_of_subscriptions_is_bounded() {
         let subscriptions = Subscriptions::default();
         for _ in 0..FORWARDED_STAGE_INS_MAX {
-            subscriptions.open(mpsc::channel(1).1).unwrap();
+            subscriptions.open(7, mpsc::channel(1).1).unwrap();
         }
-        assert_eq!(subscriptions.open(mpsc::channel(1).1), Err(SubscriptionError::TooMany));
+        assert_eq!(subscriptions.open(7, mpsc::channel(1).1), Err(SubscriptionError::TooMany));
     }
 }

@@ -144,7 +144,7 @@ mod tests {
 
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
-    use dayfly_transport::{Ability, Agreement, LossCause, Offered, Pulled, Region, Service, Serving, Slot};
+    use dayfly_transport::{Ability, Agreement, LossCause, Pulled, Region, Service, Serving, Slot};
     use tokio::sync::watch;
     use tokio::time::sleep;
     use tracing::span;
@@ -206,7 +206,7 @@ mod tests {
             Err(TransportError::TooLong(0))
         }
 
-        async fn offer(&self, _: Vec<u8>, _: Slot, _: usize, _: Duration) -> Result<Offered, TransportError> {
+        async fn offer(&self, _: Vec<u8>, _: &mut Option<Slot>, _: usize, _: Duration) -> Result<Vec<u8>, TransportError> {
             Err(TransportError::TooLong(0))
         }
     }

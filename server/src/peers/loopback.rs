@@ -1,16 +1,16 @@
 //! The connection of a node to itself. It calls the local service directly and copies the answer's bytes into the slots.
 
+use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
-use std::{future, io};
 
 use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_transport::{
-    Answer, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Service, Slot, TransportError, Unread,
+    Answer, Connection, Incoming, Landing, LossCause, Piece, Pulled, Refusal, Service, Slot, TransportError, Unread,
 };
 use tokio::time::timeout;
 
@@ -78,18 +78,20 @@ impl Connection for Loopback {
         .await
     }
 
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
         let service = self.service()?;
-        let payload = Arc::new(Mutex::new(payload));
-        self.within(limit, async move {
-            let landing = LoopbackLanding { payload: payload.clone(), len };
-            let answered = service.offered(self.node, message, Incoming::new(len as u64, Box::new(landing))).await;
-            let message = answered.map_err(|refusal| self.refused(refusal))?;
-            // By its contract, the service has dropped the landing by now. If it has not, the asker's deadline ends the wait.
-            let Some(payload) = Arc::into_inner(payload) else { return future::pending().await };
-            Ok(Offered { message, payload: payload.into_inner().unwrap_or_else(PoisonError::into_inner) })
-        })
-        .await
+        let offered = Arc::new(Mutex::new(payload.take()));
+        let landing = LoopbackLanding { payload: offered.clone(), len };
+        let answering = service.offered(self.node, message, Incoming::new(len as u64, Box::new(landing)));
+        let answered = self.within(limit, async { answering.await.map_err(|refusal| self.refused(refusal)) }).await;
+        *payload = offered.lock().unwrap_or_else(PoisonError::into_inner).take();
+        answered
     }
 }
 
@@ -133,7 +135,7 @@ fn copy(piece: &Piece, room: &mut [u8]) -> io::Result<()> {
 
 /// Lands offered bytes by copying them. A worker's batches for its own node do not come this way.
 struct LoopbackLanding {
-    payload: Arc<Mutex<Slot>>,
+    payload: Arc<Mutex<Option<Slot>>>,
     len: usize,
 }
 
@@ -141,7 +143,8 @@ struct LoopbackLanding {
 impl Landing for LoopbackLanding {
     async fn land(self: Box<Self>, mut slot: Slot) -> io::Result<Slot> {
         let payload = self.payload.lock().unwrap_or_else(PoisonError::into_inner);
-        slot[..self.len].copy_from_slice(&payload[..self.len]);
+        let bytes = payload.as_ref().and_then(|payload| payload.get(..self.len)).ok_or(io::ErrorKind::ConnectionReset)?;
+        slot[..self.len].copy_from_slice(bytes);
         Ok(slot)
     }
 }
@@ -168,7 +171,7 @@ mod tests {
     impl Service for Echo {
         async fn pulled(&self, from: NodeId, message: Vec<u8>, _room: Vec<u64>) -> Result<Answer, Refusal> {
             match &message[..] {
-                b"hang" => future::pending().await,
+                b"hang" => std::future::pending().await,
                 b"reject" => Err(format!("node {from} may not").into()),
                 _ => {
                     let revoked = Arc::new(AtomicBool::new(self.is_revoked));
@@ -205,10 +208,10 @@ mod tests {
         assert_eq!((&pulled.message[..], &pulled.lens[..]), (&b"hello"[..], &[3, 5][..]));
         assert_eq!((&pulled.slots[0][..3], &pulled.slots[1][..5]), (&b"bcd"[..], &b"hello"[..]));
         assert!(pulled.unread.pieces.is_empty());
-        let mut payload = region.slot(4).unwrap();
-        payload[..4].copy_from_slice(b"wxyz");
-        let offered = loopback.offer(Vec::new(), payload, 4, LIMIT).await.unwrap();
-        assert_eq!((&offered.message[..], &offered.payload[..4]), (&b"wxyz"[..], &b"wxyz"[..]));
+        let mut payload = region.slot(4);
+        payload.as_mut().unwrap()[..4].copy_from_slice(b"wxyz");
+        let answer = loopback.offer(Vec::new(), &mut payload, 4, LIMIT).await.unwrap();
+        assert_eq!((&answer[..], &payload.unwrap()[..4]), (&b"wxyz"[..], &b"wxyz"[..]));
     }
 
     #[tokio::test]

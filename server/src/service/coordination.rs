@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::peer::{Answered, CoordinatorReply, CoordinatorRequest};
+use dayfly_stagein::unit_ledger::WorkerId;
 
 use crate::coordinator::{Coordinator, NodeReport};
 
@@ -31,9 +32,12 @@ impl Coordination {
             CoordinatorRequest::Datasets { epoch } => {
                 CoordinatorReply::Datasets { datasets: coordinator.list_datasets(epoch)?, policy: coordinator.policy() }
             }
-            CoordinatorRequest::NextUnits { stage_in, finished } => coordinator.next_units(stage_in, from, finished).await,
-            CoordinatorRequest::Report { stage_in, progress, waits, suspects, sightings } => {
-                coordinator.report(stage_in, from, NodeReport { progress, waits, suspects, sightings })?
+            CoordinatorRequest::NextUnits { stage_in, worker, request, finished } => {
+                let worker = WorkerId { node: from, number: worker };
+                coordinator.next_units(stage_in, (worker, request), finished).await
+            }
+            CoordinatorRequest::Report { stage_in, report: number, progress, waits, suspects, sightings } => {
+                coordinator.report(stage_in, from, NodeReport { number, progress, waits, suspects, sightings })?
             }
             CoordinatorRequest::Fail { stage_in, rejection } => {
                 coordinator.fail(stage_in, from, rejection);

@@ -18,8 +18,8 @@ use dayfly_meta::wire::decode_sealed;
 use dayfly_meta::wire::peer::{OfferRequest, Request};
 use dayfly_meta::wire::status::Network;
 use dayfly_transport::{
-    Ability, Agreement, Connection, Incoming, Landing, LossCause, Offered, Piece, Pulled, Refusal, Region, Service, Serving,
-    Slot, Transport, TransportError, Unread,
+    Ability, Agreement, Connection, Incoming, Landing, LossCause, Piece, Pulled, Refusal, Region, Service, Serving, Slot,
+    Transport, TransportError, Unread,
 };
 use rustc_hash::FxHasher;
 use tokio::sync::{Notify, oneshot};
@@ -526,7 +526,15 @@ impl Connection for SimConnection {
         self.wait(answer, limit).await
     }
 
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
+        let offered = Arc::new(Mutex::new(payload.take()));
+        let landed = offered.clone();
         let (done, answer) = oneshot::channel();
         let (net, from, to) = (self.net.clone(), self.from, self.peer);
         self.begin(async move {
@@ -538,15 +546,14 @@ impl Connection for SimConnection {
                 net.travel(to, from, 0, "refusal").await;
                 return drop(done.send(Err("the simulation refuses it".into())));
             }
-            let payload = Arc::new(Mutex::new(Some(payload)));
-            let landing = SimLanding { net: net.clone(), from, to, payload: payload.clone(), len };
+            let landing = SimLanding { net: net.clone(), from, to, payload: landed, len };
             let answered = service.offered(from, message, Incoming::new(len as u64, Box::new(landing))).await;
             net.travel(to, from, 0, "answer").await;
-            let payload = payload.lock().unwrap().take();
-            let Some(payload) = payload else { return };
-            let _ = done.send(answered.map(|message| Offered { message, payload }));
+            let _ = done.send(answered);
         })?;
-        self.wait(answer, limit).await
+        let answer = self.wait(answer, limit).await;
+        *payload = offered.lock().unwrap().take();
+        answer
     }
 }
 

@@ -13,7 +13,7 @@ use dayfly_meta::wire::peer::{CoordinatorReply, NodeStageInReply, NodeStageInReq
 use dayfly_meta::wire::status::{Network, Policy};
 use dayfly_meta::wire::{decode_sealed, encode_sealed};
 use dayfly_transport::{
-    Ability, Agreement, Answer, Connection, Incoming, Offered, Piece, Pulled, Refusal, Region, Service, Serving, Slot, Transport,
+    Ability, Agreement, Answer, Connection, Incoming, Piece, Pulled, Refusal, Region, Service, Serving, Slot, Transport,
     TransportError,
 };
 
@@ -122,7 +122,13 @@ impl Connection for BuggyConnection {
         pulled
     }
 
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
         self.inner.offer(message, payload, len, timeout).await
     }
 }

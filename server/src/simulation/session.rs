@@ -52,6 +52,8 @@ pub(super) struct Outcome {
     pub(super) faults: u64,
     pub(super) stage_ins: u64,
     pub(super) failed_stage_ins: u64,
+    /// How often stage-ins have begun again.
+    pub(super) restarts: u64,
     pub(super) messages: u64,
     /// How often members were lost and returned.
     pub(super) changes: Counts,
@@ -297,6 +299,7 @@ impl Session<'_> {
                 match events.recv().await {
                     Some(Event::StagedIn(summary)) => return Ok(summary),
                     Some(Event::Failed { reason, .. }) => return Err(reason),
+                    Some(Event::Restarted { .. }) => self.report.lock().unwrap().restarts += 1,
                     Some(_) => {}
                     None => return Err("the stage-in ended without a result".to_owned()),
                 }

@@ -1,5 +1,5 @@
 //! Strikes nodes at each step of a stage-in: whatever node it is, and whether it dies, stands still for a moment or until it is lost,
-//! either the stage-in begins again, or it fails and nothing is visible, or all samples can be read.
+//! either the stage-in begins again, or it fails and nothing is visible, or all samples can be read. If no node is lost, it only waits.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -47,7 +47,7 @@ const STEPS: [(&str, u32); 12] = [
     ("Commit", 3),
     ("Settle", 2),
 ];
-const BLOWS: [Blow; 3] = [Blow::Kill, Blow::Freeze(Duration::from_secs(10)), Blow::Freeze(Duration::from_secs(45))];
+const BLOWS: [Blow; 3] = [Blow::Kill, Blow::Freeze(Duration::from_secs(15)), Blow::Freeze(Duration::from_secs(45))];
 /// The nodes that are struck at the same time. Node 0 coordinates.
 const VICTIMS: [&[u16]; 6] = [&[0], &[1], &[2], &[3], &[0, 2], &[1, 3]];
 
@@ -116,6 +116,11 @@ impl Case {
         let is_dead = matches!(self.blow, Blow::Kill);
         let begins_to_appear = matches!(self.step.0, "Commit" | "Settle");
         is_dead && begins_to_appear && self.form != Form::PlainTar && usize::from(self.copies) <= self.victims.len()
+    }
+
+    /// Returns whether the supervisor declares the struck nodes lost.
+    fn loses_nodes(&self) -> bool {
+        !matches!(self.blow, Blow::Freeze(lasts) if lasts < Deadlines::DEFAULT.lost_after)
     }
 
     /// Plays the case. Returns the promises that it broke, and whether the stage-in had the step.
@@ -221,6 +226,23 @@ impl Session<'_> {
         }
     }
 
+    /// Checks that a stage-in has waited for nodes that only stood still, and has stored everything.
+    fn check_patience(&self, staged: &Result<(), String>, asked: &Node) {
+        let restarts = self.report.lock().unwrap().restarts;
+        match (staged, dataset(asked, TARGET)) {
+            (Err(reason), _) => self.broken(format!("the stage-in failed, although no node was lost: {reason}")),
+            (Ok(()), _) if restarts > 0 => self.broken("the stage-in began again, although no node was lost".to_owned()),
+            (Ok(()), Some(dataset)) => {
+                let catalog = dataset.catalog();
+                let unstored = (0..catalog.header().blocks).filter(|block| !catalog.is_stored(BlockId(*block))).count();
+                if unstored > 0 {
+                    self.broken(format!("{unstored} blocks are not stored, although no node was lost"));
+                }
+            }
+            (Ok(()), None) => {}
+        }
+    }
+
     /// Checks that copies that a blow has cost are made again.
     fn check_copies(&self, alive: &[Arc<Node>], copies: u16) {
         let shown: Vec<_> = alive.iter().filter_map(|server| dataset(server, TARGET)).collect();
@@ -247,6 +269,9 @@ impl Session<'_> {
             self.check_summary(asked, &servers, summary);
         }
         let staged = staged.map(drop);
+        if !case.loses_nodes() {
+            self.check_patience(&staged, asked);
+        }
         sleep(BLOWS_END).await;
         self.net.heal();
         let is_struck = striking.await.unwrap();
@@ -268,6 +293,8 @@ impl Session<'_> {
 }
 
 /// SEMANTICS: "When `stage-in` returns, the dataset is visible on every node."
+/// SEMANTICS: "A stage-in waits for nodes that stand still, until they continue or are lost: it does not begin again, and stores what it
+/// would have stored otherwise."
 #[test]
 fn a_blow_at_any_step_of_a_stage_in_loses_no_sample() {
     let folder = scratch();

@@ -1,6 +1,7 @@
 //! Regular reports to the coordinator. The coordinator's answers decide when and how the stage-in ends on this node.
 
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::Duration;
 
 use dayfly_meta::wire::peer::{CoordinatorReply, CoordinatorRequest};
 use tokio::time::{Instant, sleep};
@@ -61,11 +62,17 @@ enum End {
 /// Reports until the stage-in has ended or the coordinator is lost.
 async fn report(stage_in: &NodeStageIn) -> End {
     let deadlines = *stage_in.deadlines();
-    let mut unanswered_since = None;
+    let mut unanswered = Duration::ZERO;
+    let mut number = 0;
     loop {
+        number += 1;
         sleep(deadlines.progress_interval).await;
         let asked_at = Instant::now();
-        match send_report(stage_in).await {
+        let answer = send_report(stage_in, number).await;
+        // If this node itself stood still, that counts as one try in vain.
+        let waited = asked_at.elapsed().min(deadlines.lost_after + deadlines.node_silent) + deadlines.progress_interval;
+        unanswered = if answer.is_ok() { Duration::ZERO } else { unanswered + waited };
+        match answer {
             Ok(CoordinatorReply::Continue { files, suspects, max_rate }) => {
                 max_rate.into_iter().for_each(|rate| stage_in.monitor.set_max_rate(rate));
                 stage_in.suspect_paths.set(suspects);
@@ -79,30 +86,25 @@ async fn report(stage_in: &NodeStageIn) -> End {
             // Only the coordinator knows whether the dataset is visible on all nodes or must disappear again. So a node that has
             // prepared the dataset keeps asking for longer than publishing may take: the coordinator may stand still until just
             // before it is lost, and wait for another node as long. If the coordinator is lost, another one answers.
-            Err(_)
-                if stage_in.is_prepared()
-                    && unanswered_since.get_or_insert(asked_at).elapsed() < deadlines.offer + 2 * deadlines.lost_after =>
-            {
-                continue;
-            }
+            Err(_) if stage_in.is_prepared() && unanswered < deadlines.offer + 2 * deadlines.lost_after => {}
             Err(error) => {
                 tracing::warn!(coordinator = %stage_in.coordinator(), %error, "the coordinator does not answer; the stage-in ends here");
                 *stage_in.coordinator_silence.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
                 return End::Unknown;
             }
         }
-        unanswered_since = None;
     }
 }
 
-async fn send_report(stage_in: &NodeStageIn) -> Result<CoordinatorReply, PeerError> {
+async fn send_report(stage_in: &NodeStageIn, number: u64) -> Result<CoordinatorReply, PeerError> {
     let progress = stage_in.monitor.take_counted();
     let request = CoordinatorRequest::Report {
         stage_in: stage_in.number,
+        report: number,
         progress,
         waits: if progress.is_still() { stage_in.monitor.current_activities() } else { Vec::new() },
         suspects: stage_in.ingest.take_suspects(),
         sightings: stage_in.suspect_paths.take_sightings(),
     };
-    stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await
+    stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request, stage_in.deadlines().request).await
 }

@@ -20,7 +20,7 @@ use tokio::task::JoinSet;
 
 use super::{NodeStageIn, NodeStageInError};
 use crate::ingest::{IngestError, Stored, check};
-use crate::peers::PeerError;
+use crate::peers::{Patience, PeerError};
 
 type Outcome = Result<Delivery<Slot>, StageInError>;
 
@@ -118,26 +118,35 @@ impl Owner for PeerNode {
     }
 }
 
-/// Offers bytes to their owner. If they arrive damaged, they are sent again, unless they have changed in this node's memory
-/// since they were read from the source.
+/// Offers bytes to their owner, until the owner is lost. If they arrive damaged, they are sent again, unless they have changed in this
+/// node's memory since they were read from the source.
 async fn offer(
     stage_in: &NodeStageIn,
     owner: NodeId,
     request: &OfferRequest,
-    (mut slot, len): (Slot, usize),
+    (slot, len): (Slot, usize),
     check: impl Fn(&[u8]) -> Result<(), Damaged>,
 ) -> Result<(OfferReply, Slot), OfferFailure> {
-    for _ in 0..SHIP_ATTEMPTS_MAX {
-        let offered = stage_in.context.peers.offer(owner, request, slot, len).await;
-        let (reply, returned) = offered.map_err(|error| match is_absent(&error) {
-            true => OfferFailure::Absent(ship_error(owner, error)),
-            false => OfferFailure::Other(ship_error(owner, error)),
-        })?;
-        if !matches!(reply, OfferReply::Damaged(_)) {
-            return Ok((reply, returned));
+    let (peers, deadlines) = (&stage_in.context.peers, stage_in.deadlines());
+    let (mut payload, mut patience) = (Some(slot), Patience::new(deadlines.offer));
+    let mut attempts_left = SHIP_ATTEMPTS_MAX;
+    while attempts_left > 0 {
+        match (peers.offer(owner, request, &mut payload, len).await, payload.take()) {
+            (Ok(OfferReply::Damaged(_)), Some(slot)) => {
+                check(&slot[..len]).map_err(|damaged| OfferFailure::Other(corrupted(stage_in.context.node, damaged)))?;
+                attempts_left -= 1;
+                payload = Some(slot);
+            }
+            (Ok(reply), Some(slot)) => return Ok((reply, slot)),
+            (Ok(_), None) => return Err(OfferFailure::Other(ship_error(owner, PeerError::InvalidAnswer(owner)))),
+            // The owner may have stored the bytes, and only its answer was lost. Then nothing will refer to that copy.
+            (Err(error), Some(slot)) if error.is_absence() && peers.should_ask_again(owner, &error, &mut patience) => {
+                payload = Some(slot);
+                patience.pause(deadlines.progress_interval).await;
+            }
+            (Err(error), _) if is_absent(&error) => return Err(OfferFailure::Absent(ship_error(owner, error))),
+            (Err(error), _) => return Err(OfferFailure::Other(ship_error(owner, error))),
         }
-        check(&returned[..len]).map_err(|damaged| OfferFailure::Other(corrupted(stage_in.context.node, damaged)))?;
-        slot = returned;
     }
     let reason = format!(
         "a batch arrived there damaged {SHIP_ATTEMPTS_MAX} times in a row; that node's network card or memory, \
@@ -246,7 +255,8 @@ impl Sink for NodeSink {
     fn reserve(&mut self, owner: NodeId, block_len: u64, rival: Rival) -> Result<Reserved, StageInError> {
         let stage_in = &self.stage_in;
         let request = NodeStageInRequest::Reserve { stage_in: stage_in.number, block_len, rival };
-        let asking = stage_in.context.peers.ask(owner, request, stage_in.deadlines().request);
+        // If an answer was lost, nothing will refer to the room that it offered.
+        let asking = stage_in.context.peers.ask_until_lost(owner, request, stage_in.deadlines().request);
         match stage_in.context.blocking.wait_for(stage_in.unless_cancelled(asking))? {
             Ok(NodeStageInReply::Reserved { arrival }) => Ok(arrival.map_or(Reserved::Full, Reserved::At)),
             Err(error) if owner != stage_in.context.node && is_absent(&error) => Ok(Reserved::Absent),

@@ -21,9 +21,9 @@ use crate::store::Drive;
 /// worker's unit, and the other workers for the coordinator.
 pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement>) {
     let mut workers = JoinSet::new();
-    for _ in 0..stage_in.context.workers {
+    for number in (0..).take(stage_in.context.workers) {
         let (worker, placement) = (stage_in.clone(), placement.clone());
-        workers.spawn(stage_in.context.blocking.run(move || run_worker(&worker, placement)));
+        workers.spawn(stage_in.context.blocking.run(move || run_worker(&worker, number, placement)));
     }
     let mut all = Vec::new();
     let mut failure = None;
@@ -57,19 +57,26 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
 /// own, because the coordinator receives no reports and this node receives no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
-    if let Err(unreported) = stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await {
+    if let Err(unreported) =
+        stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request, stage_in.deadlines().request).await
+    {
         tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
     }
 }
 
 /// Runs one worker. Blocks the calling thread.
-fn run_worker(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>) -> Result<Vec<Run>, StageInError> {
+fn run_worker(stage_in: &Arc<NodeStageIn>, number: u16, placement: Arc<Placement>) -> Result<Vec<Run>, StageInError> {
     let drive = stage_in.context.store.roomiest_drive();
-    let runs = work(stage_in, placement, drive.clone()).map_err(|error| name_drive(&drive, error))?;
+    let runs = work(stage_in, number, placement, drive.clone()).map_err(|error| name_drive(&drive, error))?;
     Ok(runs.into_iter().map(|(file, len)| Run { file, len, drive: drive.clone() }).collect())
 }
 
-fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive>) -> Result<Vec<(File, u64)>, StageInError> {
+fn work(
+    stage_in: &Arc<NodeStageIn>,
+    number: u16,
+    placement: Arc<Placement>,
+    drive: Arc<Drive>,
+) -> Result<Vec<(File, u64)>, StageInError> {
     let (context, memory) = (&stage_in.context, stage_in.memory);
     let runs = RunWriter::new(Box::new(move || drive.unnamed_file()), memory.run_len);
     let sink = NodeSink::new(stage_in.clone(), memory.batches, Handle::current())?;
@@ -83,10 +90,12 @@ fn work(stage_in: &Arc<NodeStageIn>, placement: Arc<Placement>, drive: Arc<Drive
     };
     let mut worker = Worker::new(sink, runs, config, stage_in.monitor.clone())?;
     let mut finished: Vec<UnitReport> = Vec::new();
+    let mut request = 0;
     loop {
-        let request = CoordinatorRequest::NextUnits { stage_in: stage_in.number, finished: std::mem::take(&mut finished) };
-        // The timeout is twice the deadline, because the coordinator answers only after the slowest node has begun.
-        let asking = context.peers.ask(stage_in.coordinator(), request, 2 * stage_in.deadlines().request);
+        request += 1;
+        let finished_now = std::mem::take(&mut finished);
+        let next = CoordinatorRequest::NextUnits { stage_in: stage_in.number, worker: number, request, finished: finished_now };
+        let asking = context.peers.ask_until_lost(stage_in.coordinator(), next, stage_in.deadlines().request);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;
         let no_assignment =

@@ -30,7 +30,7 @@ use dayfly_meta::wire::status::Network;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use crate::contract::{Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Service, Serving, Transport, Unread};
+use crate::contract::{Answer, Connection, Incoming, Landing, Piece, Pulled, Service, Serving, Transport, Unread};
 use crate::error::{Refusal, TransportError};
 use crate::rdma::{Choice, Found, find};
 use crate::region::{Region, Slot};
@@ -236,19 +236,23 @@ impl Connection for AsyncConnection {
         self.inner.pull(message, slots, limit).await
     }
 
-    async fn offer(&self, mut message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
-        if len > payload.len() {
-            return Err(TransportError::TooLong(len));
-        }
+    async fn offer(
+        &self,
+        mut message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
+        let bytes = payload.as_ref().and_then(|payload| payload.get(..len)).ok_or(TransportError::TooLong(len))?;
         if message.len() < MESSAGE_LEN_MAX / 2
             && let Some(mut buffer) = self.buffer(len as u64, limit).await
         {
-            buffer.write(0, &payload[..len]);
+            buffer.write(0, bytes);
             let token = buffer.token().ok_or_else(|| self.refused("no token"))?;
             let remote = RemoteBuffer { buffer: token, lens: vec![len as u64] };
             let (message, moved) = self.ask(join(&message, &remote, OFFER), &mut buffer, limit).await?;
             if let Moved::Yes(_) = moved {
-                return Ok(Offered { message, payload });
+                return Ok(message);
             }
         }
         message.push(FOR_SERVICE);

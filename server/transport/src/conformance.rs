@@ -129,8 +129,9 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
             let mut slot = region.slot_within(len.max(1) as u64, TIMEOUT).await.unwrap();
             if number % 3 == 0 {
                 slot[..len].copy_from_slice(&pattern(len));
-                let offered = connection.offer(b"take".to_vec(), slot, len, TIMEOUT).await.unwrap();
-                assert_eq!(offered.message, b"take");
+                let (mut payload, message) = (Some(slot), b"take".to_vec());
+                assert_eq!(connection.offer(message, &mut payload, len, TIMEOUT).await.unwrap(), b"take");
+                assert!(payload.is_some());
             } else {
                 let pulled = connection.pull(b"give".to_vec(), vec![slot], TIMEOUT).await.unwrap();
                 assert!(pulled.slots[0][..len] == pattern(len)[..]);
@@ -146,10 +147,10 @@ async fn conforms(ours: &dyn Transport, theirs: &dyn Transport, address: SocketA
     );
 
     // The slot of an offer that is not taken comes back unchanged. A refusal carries its reason.
-    let mut slot = region.slot(100).unwrap();
-    slot.fill(7);
-    let offered = connection.offer(b"full".to_vec(), slot, 100, TIMEOUT).await.unwrap();
-    assert!(offered.message == b"no room" && offered.payload.iter().all(|&byte| byte == 7));
+    let mut payload = region.slot(100);
+    payload.as_mut().unwrap().fill(7);
+    assert_eq!(connection.offer(b"full".to_vec(), &mut payload, 100, TIMEOUT).await.unwrap(), b"no room");
+    assert!(payload.unwrap().iter().all(|&byte| byte == 7));
     let refused = connection.pull(b"no".to_vec(), vec![], TIMEOUT).await;
     assert!(matches!(refused, Err(TransportError::Refused { refusal, .. }) if refusal == "told to refuse".into()));
 

@@ -101,14 +101,6 @@ pub struct Pulled {
     pub unread: Unread,
 }
 
-/// An answered offer.
-pub struct Offered {
-    /// The peer's message.
-    pub message: Vec<u8>,
-    /// The slot that was offered, whether the peer took its bytes or not.
-    pub payload: Slot,
-}
-
 /// A connection to one peer.
 #[async_trait]
 pub trait Connection: Send + Sync {
@@ -124,11 +116,19 @@ pub trait Connection: Send + Sync {
     /// See [`TransportError`]. A pull into slots only reads, so a transport may send it twice; a pull without slots is sent once.
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError>;
 
-    /// Offers the first `len` bytes of `payload`. The peer takes all of them or none. `timeout` counts from the last progress.
+    /// Offers the first `len` bytes of `payload`, which must be there. The peer takes all of them or none. `timeout` counts from the
+    /// last progress. Returns the peer's message; `payload` is there again, whether the peer took its bytes or not.
     ///
     /// # Errors
-    /// See [`TransportError`]. After an error other than a refusal, the peer may or may not have taken the bytes.
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError>;
+    /// See [`TransportError`]. After an error other than a refusal, the peer may or may not have taken the bytes, and `payload` is there
+    /// only if nothing reads it anymore.
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, TransportError>;
 }
 
 /// A node's answers to the requests of its peers.

@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use dayfly_meta::id::NodeId;
 use dayfly_meta::wire::status::Network;
 
-use crate::contract::{Connection, Offered, Pulled, Service, Serving, Transport};
+use crate::contract::{Connection, Pulled, Service, Serving, Transport};
 use crate::error::{LossCause, TransportError};
 use crate::region::{Region, Slot};
 use crate::selection::{Ability, Agreement};
@@ -157,16 +157,22 @@ impl Connection for FaultyConnection {
         Ok(pulled)
     }
 
-    async fn offer(&self, message: Vec<u8>, mut payload: Slot, len: usize, timeout: Duration) -> Result<Offered, TransportError> {
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
         let fault = self.inject(&message, len as u64, timeout).await?;
-        if fault.is_some() {
+        if let (Some(_), Some(payload)) = (fault, payload.as_mut()) {
             flip(&mut payload[..len]);
         }
-        let mut offered = self.inner.offer(message, payload, len, timeout).await?;
-        if fault == Some(Fault::FlipOnWire) {
-            flip(&mut offered.payload[..len]);
+        let answer = self.inner.offer(message, payload, len, timeout).await;
+        if let (Some(Fault::FlipOnWire), Some(payload)) = (fault, payload.as_mut()) {
+            flip(&mut payload[..len]);
         }
-        Ok(offered)
+        answer
     }
 }
 

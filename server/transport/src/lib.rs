@@ -98,7 +98,7 @@ mod region;
 pub mod selection;
 pub mod tcp;
 
-pub use contract::{Answer, Connection, Incoming, Landing, Offered, Piece, Pulled, Service, Serving, Transport, Unread};
+pub use contract::{Answer, Connection, Incoming, Landing, Piece, Pulled, Service, Serving, Transport, Unread};
 pub use error::{LossCause, Refusal, TransportError};
 pub use key::Key;
 pub use open::{Options, open};

@@ -24,7 +24,7 @@ use dayfly_meta::wire::peer::Rival;
 
 use super::*;
 use crate::plan::{PlanRequest, StageInPlan, plan_sources};
-use crate::unit_ledger::{NextUnits, UnitLedger};
+use crate::unit_ledger::{NextUnits, UnitLedger, WorkerId};
 
 /// Nodes that store blocks in memory until they have no room.
 struct MemorySink {
@@ -202,7 +202,8 @@ fn run_within(
     let mut staged = Staged::default();
     let mut finished = Vec::new();
     loop {
-        let next = if finished.len() < workers { ledger.assign_next(NodeId(0))? } else { NextUnits::NoneYet };
+        let worker_id = WorkerId { node: NodeId(0), number: 0 };
+        let next = if finished.len() < workers { ledger.assign_next(worker_id)? } else { NextUnits::NoneYet };
         match next {
             NextUnits::Assigned(units) => finished.extend(worker.run(&units)?),
             NextUnits::NoneYet => {

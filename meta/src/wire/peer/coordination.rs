@@ -41,6 +41,11 @@ pub enum CoordinatorRequest {
     NextUnits {
         /// The worker's stage-in.
         stage_in: u64,
+        /// The worker's number on its node.
+        worker: u16,
+        /// The number of the worker's requests, this one included. One that is repeated keeps its number: what was assigned in the
+        /// first answer, if that was lost, is assigned again.
+        request: u64,
         /// Units that the worker has finished since its last request.
         finished: Vec<UnitReport>,
     },
@@ -49,6 +54,8 @@ pub enum CoordinatorRequest {
     Report {
         /// The stage-in that the report is about.
         stage_in: u64,
+        /// The number of the node's reports, this one included. One that is repeated keeps its number, and is counted once.
+        report: u64,
         /// What was counted since the last report.
         progress: Counted,
         /// What the node's threads are waiting for, if nothing was counted.

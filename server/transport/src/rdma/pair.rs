@@ -23,7 +23,7 @@ use super::engine::QueueId;
 use super::message::{Ask, QueuePairHello, WireRequest};
 use super::queue::QueuePair;
 use crate::budget::{PeerBudget, Progress};
-use crate::contract::{Answer, Connection, Incoming, Offered, Pulled, Service};
+use crate::contract::{Answer, Connection, Incoming, Pulled, Service};
 use crate::error::{Refusal, TransportError};
 use crate::region::Slot;
 
@@ -255,17 +255,23 @@ impl Connection for PairedConnection {
         self.pair.inner.pull(message, slots, limit).await
     }
 
-    async fn offer(&self, mut message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
-        if len > payload.len() {
+    async fn offer(
+        &self,
+        mut message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
+        if payload.as_ref().is_none_or(|payload| len > payload.len()) {
             return Err(TransportError::TooLong(len));
         }
-        let mut slots = vec![payload];
         let mut again = Vec::new();
         if let Some(asker) = self.asker() {
-            slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
+            let slots = Vec::from_iter(payload.take());
+            let mut slots = match asker.ask(Ask::Offer, &message, slots, Some(len), (Progress::new(), None), limit).await {
                 Outcome::Done { message, mut slots, .. } => {
-                    let payload = slots.pop().ok_or_else(|| self.refused("it did not return the offered slot".into()))?;
-                    return Ok(Offered { message, payload });
+                    *payload = slots.pop();
+                    return Ok(message);
                 }
                 Outcome::Refused(refusal) => return Err(self.refused(refusal)),
                 Outcome::Late => return Err(self.late(limit)),
@@ -275,9 +281,9 @@ impl Connection for PairedConnection {
                     slots
                 }
             };
+            *payload = slots.pop();
         }
         self.pair.shared.count_by_tcp();
-        let payload = slots.pop().ok_or_else(|| self.refused("the offered slot is missing".into()))?;
         if message.len() + again.len() >= MESSAGE_LEN_MAX {
             return Err(TransportError::TooLong(message.len()));
         }

@@ -17,9 +17,9 @@ use super::dial::dial_with_retries;
 use super::identity::Identity;
 use super::link::{Link, PullOutcome, RequestState};
 use super::links::{LinkMonitor, Links};
-use super::stream::{Outgoing, join_body};
+use super::stream::{Lent, Outgoing, join_body};
 use crate::budget::{Denied, PeerBudget, Progress};
-use crate::contract::{Connection, Offered, Pulled};
+use crate::contract::{Connection, Pulled};
 use crate::error::{LossCause, Refusal, TransportError};
 use crate::region::Slot;
 
@@ -168,9 +168,15 @@ impl Connection for TcpConnection {
         }
     }
 
-    async fn offer(&self, message: Vec<u8>, payload: Slot, len: usize, limit: Duration) -> Result<Offered, TransportError> {
+    async fn offer(
+        &self,
+        message: Vec<u8>,
+        payload: &mut Option<Slot>,
+        len: usize,
+        limit: Duration,
+    ) -> Result<Vec<u8>, TransportError> {
         self.check(&message)?;
-        if len > payload.len() {
+        if payload.as_ref().is_none_or(|payload| len > payload.len()) {
             return Err(TransportError::TooLong(len));
         }
         let progress = Progress::new();
@@ -182,23 +188,21 @@ impl Connection for TcpConnection {
         };
         link.send(Kind::Offer, request, (len as u64, message), limit).await.map_err(|_| self.timeout(limit))?;
         // An offer that was not accepted has been answered, or its link has ended; the code below tells which.
-        let payload = if let Some(claim) = self.wait(accepted, &progress, limit).await? {
+        if let Some(claim) = self.wait(accepted, &progress, limit).await? {
             let (back, returned) = oneshot::channel();
             // The queue entry is reserved first, because nothing may delay the bytes once the claim is taken.
             let entry = timeout(limit, link.sender.reserve()).await.map_err(|_| self.timeout(limit))?;
             let entry = entry.map_err(|_| self.ended(&link))?;
-            if claim.take() {
-                entry.send(Outgoing::Payload { request, slot: payload, len, back });
+            // Otherwise, the peer stopped waiting, and its refusal has arrived.
+            if claim.take()
+                && let Some(slot) = payload.take()
+            {
+                entry.send(Outgoing::Payload { request, lent: Lent::new(slot, back), len });
                 progress.touch();
-                self.wait(returned, &progress, limit).await?.ok_or_else(|| self.ended(&link))?
-            } else {
-                // The peer stopped waiting, and its refusal has arrived.
-                payload
+                *payload = self.wait(returned, &progress, limit).await?;
             }
-        } else {
-            payload
-        };
+        }
         let answer = self.wait(answer, &progress, limit).await?.ok_or_else(|| self.ended(&link))?;
-        Ok(Offered { message: answer.map_err(|refusal| self.refused(refusal))?, payload })
+        answer.map_err(|refusal| self.refused(refusal))
     }
 }

@@ -36,7 +36,7 @@ pub(super) enum Outgoing {
     /// The last bytes of an answer, as a `Data` frame, and the `End` frame that names the pieces that could not be read.
     Last { request: u64, body: Vec<u8>, unread: Unread },
     /// The bytes of a slot, as `Data` frames. The slot is returned through `back` once they are written.
-    Payload { request: u64, slot: Slot, len: usize, back: oneshot::Sender<Slot> },
+    Payload { request: u64, lent: Lent, len: usize },
     /// A range of a file, as `Data` frames, sent by the kernel alone where possible. `done` reports whether its bytes are valid.
     File { request: u64, range: FileRange, done: oneshot::Sender<Result<(), PieceError>> },
 }
@@ -69,6 +69,28 @@ impl Timestamp {
     /// Returns the time of the last occurrence, relative to the start; 0 means never.
     pub(super) fn at(&self) -> Duration {
         Duration::from_millis(self.ms.load(Ordering::Relaxed))
+    }
+}
+
+/// A slot whose bytes are being sent. It goes back when this is dropped: when they have been sent, or the stream has ended.
+pub(super) struct Lent(Option<(Slot, oneshot::Sender<Slot>)>);
+
+impl Lent {
+    pub(super) fn new(slot: Slot, back: oneshot::Sender<Slot>) -> Self {
+        Self(Some((slot, back)))
+    }
+
+    fn bytes(&self, len: usize) -> &[u8] {
+        self.0.as_ref().and_then(|(slot, _)| slot.get(..len)).unwrap_or_default()
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if let Some((slot, back)) = self.0.take() {
+            // If the request was given up, nothing waits for the slot, and it is freed here.
+            let _ = back.send(slot);
+        }
     }
 }
 
@@ -107,8 +129,8 @@ async fn write_all(
         };
         frames.write(&mut half, limit).await?;
         match bulk {
-            Some(Outgoing::Payload { request, slot, len, back }) => {
-                for chunk in slot[..len].chunks(FRAME_BODY_LEN_MAX) {
+            Some(Outgoing::Payload { request, lent, len }) => {
+                for chunk in lent.bytes(len).chunks(FRAME_BODY_LEN_MAX) {
                     let header = data(request, chunk.len());
                     let mut slices = &mut [IoSlice::new(&header), IoSlice::new(chunk)][..];
                     while !slices.is_empty() {
@@ -117,8 +139,6 @@ async fn write_all(
                         sent.touch();
                     }
                 }
-                // If the request was given up, nothing waits for the slot, and it is freed here.
-                let _ = back.send(slot);
             }
             Some(Outgoing::File { request, range, done }) => {
                 let read = write_file(&mut half, request, &range, limit).await?;

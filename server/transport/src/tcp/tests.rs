@@ -142,11 +142,11 @@ async fn a_slow_link_is_not_replaced() {
     let region = ours.region(16 << 20).unwrap();
     relay.set_all(StreamState::Slow);
     let pull = connection.pull(b"give".to_vec(), vec![region.slot(LEN as u64).unwrap()], 4 * TIMEOUT);
-    let mut payload = region.slot(LEN as u64).unwrap();
-    payload.copy_from_slice(&pattern(LEN));
-    let offer = connection.offer(b"take".to_vec(), payload, LEN, 4 * TIMEOUT);
+    let mut payload = region.slot(LEN as u64);
+    payload.as_mut().unwrap().copy_from_slice(&pattern(LEN));
+    let offer = connection.offer(b"take".to_vec(), &mut payload, LEN, 4 * TIMEOUT);
     let (pulled, offered) = tokio::join!(pull, offer);
-    assert!(pulled.unwrap().slots[0][..] == pattern(LEN)[..] && offered.unwrap().message == b"take");
+    assert!(pulled.unwrap().slots[0][..] == pattern(LEN)[..] && offered.unwrap() == b"take");
     assert_eq!(relay.count(), 3, "no link was replaced");
 }
 
@@ -159,9 +159,16 @@ async fn a_peer_is_lost_when_all_of_its_links_are_dead() {
         let relay = Relay::to(address).await;
         let connection = ours.connect(NodeId(1), relay.address).await.unwrap();
         let region = ours.region(1 << 20).unwrap();
+        let offered = ours.region(1 << 20).unwrap();
+        let mut payload = offered.slot(1 << 20);
         relay.set_all(state);
-        let error = connection.pull(b"give".to_vec(), vec![region.slot(9).unwrap()], 4 * TIMEOUT).await.err();
-        assert!(matches!(error, Some(TransportError::Lost { .. })), "{state:?}: {error:?}");
+        let pull = connection.pull(b"give".to_vec(), vec![region.slot(9).unwrap()], 4 * TIMEOUT);
+        let offer = connection.offer(b"take".to_vec(), &mut payload, 1 << 20, 4 * TIMEOUT);
+        let (pulled, taken) = tokio::join!(pull, offer);
+        for error in [pulled.err(), taken.err()] {
+            assert!(matches!(error, Some(TransportError::Lost { .. })), "{state:?}: {error:?}");
+        }
+        assert!(payload.is_some(), "what was offered can be offered again");
         assert!(connection.is_lost() && region.slot_within(1 << 20, TIMEOUT).await.is_some());
     }
 }
@@ -299,8 +306,8 @@ async fn give_up_an_offer(answers_always: bool) {
     let connection = ours.connect(NodeId(1), address).await.unwrap();
     let ours_region = ours.region(len as u64).unwrap();
     let offer = |message: &'static [u8]| {
-        let (connection, slot) = (connection.clone(), ours_region.slot(len as u64).unwrap());
-        tokio::spawn(async move { connection.offer(message.to_vec(), slot, len, TIMEOUT).await })
+        let (connection, mut payload) = (connection.clone(), ours_region.slot(len as u64));
+        tokio::spawn(async move { connection.offer(message.to_vec(), &mut payload, len, TIMEOUT).await })
     };
     let given_up = offer(b"first");
     lender.asked.notified().await;
@@ -311,7 +318,7 @@ async fn give_up_an_offer(answers_always: bool) {
     let second = offer(b"second");
     lender.asked.notified().await;
     lender.go.notify_one();
-    assert_eq!(second.await.unwrap().unwrap().message, b"second");
+    assert_eq!(second.await.unwrap().unwrap(), b"second");
     assert!(!connection.is_lost());
 }
 
