@@ -239,12 +239,8 @@ impl Peers {
     }
 
     /// Like [`Self::ask`], but repeats the request, which may be carried out twice; see [`Self::until_lost`].
-    pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(
-        &self,
-        node: NodeId,
-        request: R,
-        timeout: Duration,
-    ) -> Result<R::Reply, PeerError> {
+    pub(crate) async fn ask_until_lost<R: RequestKind + Clone>(&self, node: NodeId, request: R) -> Result<R::Reply, PeerError> {
+        let timeout = self.deadlines.request;
         self.until_lost(node, timeout, || self.ask(node, request.clone(), timeout)).await
     }
 

@@ -283,7 +283,9 @@ impl Publication<'_> {
         timeout: Duration,
     ) -> Result<Vec<(NodeId, NodeStageInReply)>, PeerError> {
         let peers = &self.coordinator.context.peers;
-        let ask = |node| async move { Ok((node, peers.ask_until_lost(node, request.clone(), timeout).await?)) };
+        let ask = |node| async move {
+            Ok((node, peers.until_lost(node, timeout, || peers.ask(node, request.clone(), timeout)).await?))
+        };
         join_all(self.stage_in.participants().into_iter().map(ask)).await.into_iter().collect()
     }
 

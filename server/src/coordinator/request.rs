@@ -100,7 +100,7 @@ async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mps
     let unsubscribe = CoordinatorRequest::Unsubscribe { subscription };
     if last.is_none() {
         // If this fails, the coordinator notices after a while that nobody asks anymore.
-        let _ = peers.ask_until_lost(coordinator, unsubscribe, peers.deadlines().request).await;
+        let _ = peers.ask_until_lost(coordinator, unsubscribe).await;
     } else if peers.roster().is_live(coordinator) {
         let _ = peers.ask(coordinator, unsubscribe, peers.deadlines().request).await;
     }
@@ -136,11 +136,10 @@ async fn ask_patiently(
     request: CoordinatorRequest,
     events: &mpsc::Sender<Event>,
 ) -> Result<CoordinatorReply, PeerError> {
-    let limit = peers.deadlines().request;
-    let asking = peers.ask_until_lost(coordinator, request, limit);
+    let asking = peers.ask_until_lost(coordinator, request);
     tokio::pin!(asking);
     loop {
-        match timeout(limit, &mut asking).await {
+        match timeout(peers.deadlines().request, &mut asking).await {
             Ok(answer) => return answer,
             Err(_) => show_waiting(events),
         }

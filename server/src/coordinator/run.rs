@@ -180,7 +180,7 @@ async fn run_to_end(
         }
     };
     let prepared = catch_panic(context.node, preparing).await;
-    // It may have been lost since the last look.
+    // The node that asked may have been lost since the last look.
     let is_asker_lost = prepared.is_ok() && !context.peers.roster().is_live(from);
     let prepared = if is_asker_lost { Err(CoordinatorError::AskerLost(from)) } else { prepared };
     // From here on the stage-in cannot be canceled: either all nodes show the dataset, or the stage-in is undone.
@@ -300,7 +300,9 @@ async fn reach_all(context: &CoordinatorContext) -> Result<Arc<Roster>, Coordina
 /// Makes all nodes evict cached blocks, to make room for the files that a stage-in writes in addition to blocks.
 async fn make_headroom(context: &CoordinatorContext, participants: &[NodeId]) -> Result<(), CoordinatorError> {
     let timeout = context.deadlines().request + context.deadlines().views;
-    let asking = participants.iter().map(|&node| context.peers.ask_until_lost(node, NodeStageInRequest::MakeHeadroom, timeout));
+    let asking = participants.iter().map(|&node| {
+        context.peers.until_lost(node, timeout, move || context.peers.ask(node, NodeStageInRequest::MakeHeadroom, timeout))
+    });
     for made in join_all(asking).await {
         made.map_err(CoordinatorError::NodeMissing)?;
     }
@@ -309,12 +311,11 @@ async fn make_headroom(context: &CoordinatorContext, participants: &[NodeId]) ->
 
 /// Returns the free bytes on each node, in the order of node numbers; 0 for nodes that take no part.
 async fn free_room(context: &CoordinatorContext, participants: &[NodeId]) -> Result<Vec<u64>, CoordinatorError> {
-    let timeout = context.deadlines().request;
     let asking = context.peers.nodes().map(|node| async move {
         if !participants.contains(&node) {
             return Ok(0);
         }
-        match context.peers.ask_until_lost(node, AdministrationRequest::Status, timeout).await {
+        match context.peers.ask_until_lost(node, AdministrationRequest::Status).await {
             Ok(AdministrationReply::Status(status)) => Ok(status.free_bytes),
             Ok(_) => Err(CoordinatorError::Peer(PeerError::InvalidAnswer(node))),
             Err(error) => Err(CoordinatorError::NodeMissing(error)),

@@ -106,5 +106,5 @@ async fn send_report(stage_in: &NodeStageIn, number: u64) -> Result<CoordinatorR
         suspects: stage_in.ingest.take_suspects(),
         sightings: stage_in.suspect_paths.take_sightings(),
     };
-    stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request, stage_in.deadlines().request).await
+    stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await
 }

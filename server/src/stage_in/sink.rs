@@ -256,7 +256,7 @@ impl Sink for NodeSink {
         let stage_in = &self.stage_in;
         let request = NodeStageInRequest::Reserve { stage_in: stage_in.number, block_len, rival };
         // If an answer was lost, nothing will refer to the room that it offered.
-        let asking = stage_in.context.peers.ask_until_lost(owner, request, stage_in.deadlines().request);
+        let asking = stage_in.context.peers.ask_until_lost(owner, request);
         match stage_in.context.blocking.wait_for(stage_in.unless_cancelled(asking))? {
             Ok(NodeStageInReply::Reserved { arrival }) => Ok(arrival.map_or(Reserved::Full, Reserved::At)),
             Err(error) if owner != stage_in.context.node && is_absent(&error) => Ok(Reserved::Absent),

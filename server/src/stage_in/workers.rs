@@ -57,9 +57,7 @@ pub(super) async fn run_all(stage_in: Arc<NodeStageIn>, placement: Arc<Placement
 /// own, because the coordinator receives no reports and this node receives no answers.
 async fn report_failure(stage_in: &NodeStageIn, error: &NodeStageInError) {
     let request = CoordinatorRequest::Fail { stage_in: stage_in.number, rejection: Rejection::from(error) };
-    if let Err(unreported) =
-        stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request, stage_in.deadlines().request).await
-    {
+    if let Err(unreported) = stage_in.context.peers.ask_until_lost(stage_in.coordinator(), request).await {
         tracing::warn!(%error, %unreported, "the stage-in failed on this node, and the coordinator cannot be reached");
     }
 }
@@ -95,7 +93,7 @@ fn work(
         request += 1;
         let finished_now = std::mem::take(&mut finished);
         let next = CoordinatorRequest::NextUnits { stage_in: stage_in.number, worker: number, request, finished: finished_now };
-        let asking = context.peers.ask_until_lost(stage_in.coordinator(), next, stage_in.deadlines().request);
+        let asking = context.peers.ask_until_lost(stage_in.coordinator(), next);
         let reply = context.blocking.wait_for(stage_in.unless_cancelled(asking))?;
         worker.check_suspect_paths()?;
         let no_assignment =

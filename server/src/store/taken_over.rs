@@ -25,9 +25,8 @@ use super::Dataset;
 pub(super) struct TakenOver {
     /// The lost members of the session.
     lost: NodeSet,
-    /// Members that were lost, have returned, and may not have all of their copies yet.
-    refilling: NodeSet,
-    /// Both together: blocks that this node holds in the place of these are kept.
+    /// Blocks that this node holds in the place of these members are kept: those that are lost, and with several copies also those that
+    /// have returned and may not have all of their copies yet.
     kept_for: NodeSet,
     /// Whether the dataset was incomplete when the bytes were counted.
     is_incomplete: bool,
@@ -48,31 +47,29 @@ impl Dataset {
         if known.lost == lost && known.is_incomplete == is_incomplete {
             return;
         }
-        let has_copies = self.copies() > 1;
-        let refilling = known.kept_for.iter().filter(|node| has_copies && !lost.contains(*node)).collect();
-        self.set_members(&lost, &refilling, is_incomplete);
+        let before = known.kept_for.iter().filter(|_| self.copies() > 1);
+        self.set_members(lost, lost.iter().chain(before).collect(), is_incomplete);
     }
 
     /// Takes note that a node that has returned has all of its copies again.
     pub(crate) fn set_refilled(&self, node: NodeId) {
         let known = self.taken_over();
-        let mut refilling = known.refilling;
-        if refilling.remove(node) {
-            self.set_members(&known.lost, &refilling, known.is_incomplete);
+        let mut kept_for = known.kept_for;
+        if !known.lost.contains(node) && kept_for.remove(node) {
+            self.set_members(known.lost, kept_for, known.is_incomplete);
         }
     }
 
-    fn set_members(&self, lost: &NodeSet, refilling: &NodeSet, is_incomplete: bool) {
-        let kept_for = lost.iter().chain(refilling.iter()).collect();
-        let (bytes, kept_bytes) = self.bytes_to_take_over(lost, &kept_for);
-        let (lost, refilling) = (*lost, *refilling);
-        *self.taken_over_slot() = Arc::new(TakenOver { lost, refilling, kept_for, is_incomplete, bytes, kept_bytes });
+    fn set_members(&self, lost: NodeSet, kept_for: NodeSet, is_incomplete: bool) {
+        let (bytes, kept_bytes) = self.bytes_to_take_over(&lost, &kept_for);
+        *self.taken_over_slot() = Arc::new(TakenOver { lost, kept_for, is_incomplete, bytes, kept_bytes });
         self.cached_blocks().set_ranks_changed();
     }
 
     /// Returns the members that have returned and may not have all of their copies yet.
     pub(crate) fn refilling(&self) -> NodeSet {
-        self.taken_over().refilling
+        let TakenOver { lost, kept_for, .. } = &*self.taken_over();
+        kept_for.iter().filter(|node| !lost.contains(*node)).collect()
     }
 
     /// Returns whether all copies that are to be on this node are here. Looks at each block once; what was here stays.
