@@ -267,8 +267,8 @@ struct ClaimedTarget {
 enum ClaimError {
     /// The stage-in that has claimed it was canceled, or its user has lost it and asks again. It is about to end.
     Ending,
-    /// A running stage-in has claimed this target, which overlaps.
-    Claimed(Vec<u8>),
+    /// A running stage-in has claimed this target, which overlaps. `id` is the number of its request.
+    Claimed { target: Vec<u8>, id: u64 },
 }
 
 /// A claim on a target: until it is dropped, no other stage-in may have a target above, below or equal to it.
@@ -290,7 +290,7 @@ impl<'a> TargetClaim<'a> {
             |other: &&ClaimedTarget| other.target == target || is_below(&other.target, target) || is_below(target, &other.target);
         match claimed.iter().find(overlaps) {
             Some(other) if other.id == id || other.events.is_closed() => Err(ClaimError::Ending),
-            Some(other) => Err(ClaimError::Claimed(other.target.clone())),
+            Some(other) => Err(ClaimError::Claimed { target: other.target.clone(), id: other.id }),
             None => {
                 claimed.push(ClaimedTarget { target: target.to_vec(), id, events: events.clone() });
                 Ok(Self { targets, target: target.to_vec() })
@@ -319,7 +319,7 @@ mod tests {
         let claim = |target: &[u8], id| TargetClaim::new(&targets, target, id, &sender);
         let first = claim(b"a/b", 1);
         for overlapping in [&b"a/b"[..], b"a", b"a/b/c"] {
-            assert_eq!(claim(overlapping, 2).err(), Some(ClaimError::Claimed(b"a/b".to_vec())));
+            assert_eq!(claim(overlapping, 2).err(), Some(ClaimError::Claimed { target: b"a/b".to_vec(), id: 1 }));
             assert_eq!(claim(overlapping, 1).err(), Some(ClaimError::Ending), "the same request is sent again");
         }
         assert!(claim(b"a/bc", 2).is_ok(), "it does not overlap");

@@ -255,7 +255,7 @@ impl Peers {
         loop {
             let answer = ask().await;
             match &answer {
-                Err(error) if self.should_ask_again(node, error, &mut patience) => {}
+                Err(error) if may_pass(error) && self.should_ask_again(node, &mut patience) => {}
                 _ => return answer,
             }
             patience.pause(self.deadlines.progress_interval).await;
@@ -263,11 +263,9 @@ impl Peers {
     }
 
     /// Returns whether a node that has failed to answer is to be asked again.
-    pub(crate) fn should_ask_again(&self, node: NodeId, error: &PeerError, patience: &mut Patience) -> bool {
-        // A request that the peer's transport refuses may be taken later, unlike one that is too long.
-        let may_pass = matches!(error, PeerError::Transport(error) if !matches!(error, TransportError::TooLong(_)));
+    pub(crate) fn should_ask_again(&self, node: NodeId, patience: &mut Patience) -> bool {
         let limit = self.deadlines.lost_after + self.deadlines.node_silent;
-        may_pass && self.roster().is_live(node) && patience.spend() <= limit
+        self.roster().is_live(node) && patience.spend() <= limit
     }
 
     /// Sends a request, and receives the answer's bytes in `slots`. Fails unless the peer could read all of the bytes.
@@ -312,6 +310,11 @@ impl Peers {
         let message = connection.offer(encode_sealed(request), payload, len, left).await?;
         reply(node, decode_sealed(&message))
     }
+}
+
+/// Returns whether a request may still be answered: one that the peer's transport refuses may be taken later, unlike one that is too long.
+fn may_pass(error: &PeerError) -> bool {
+    matches!(error, PeerError::Transport(error) if !matches!(error, TransportError::TooLong(_)))
 }
 
 /// How long a node has been asked in vain.

@@ -84,19 +84,7 @@ async fn run_to_end(
     if !is_normal(&request.target) {
         return Err(CoordinatorError::InvalidTarget(display(&request.target)));
     }
-    let _claim = loop {
-        match TargetClaim::new(&coordinator.targets, &request.target, id, events) {
-            Ok(claim) => break claim,
-            Err(ClaimError::Ending) if events.is_closed() => return Err(CoordinatorError::Cancelled),
-            Err(ClaimError::Ending) => {
-                let _ = events.try_send(Event::Progress(Progress { phase: Phase::Waiting, ..Progress::default() }));
-                sleep(context.deadlines().progress_interval).await;
-            }
-            Err(ClaimError::Claimed(other)) => {
-                return Err(CoordinatorError::TargetClaimed(display(&join(&context.prefix, &other))));
-            }
-        }
-    };
+    let _claim = shown_as_waiting(context, events, claim(coordinator, id, &request.target, events)).await?;
     let _permit = tokio::select! {
         biased;
         // Nothing closes the semaphore.
@@ -219,7 +207,32 @@ async fn run_to_end(
     result
 }
 
-/// Waits for nodes, as the user sees. Ends early if the user has gone.
+/// Claims a target. Waits for a stage-in there that is about to end.
+async fn claim<'a>(
+    coordinator: &'a Coordinator,
+    id: u64,
+    target: &[u8],
+    events: &mpsc::Sender<Event>,
+) -> Result<TargetClaim<'a>, CoordinatorError> {
+    let context = &coordinator.context;
+    let mut seen = None;
+    loop {
+        match TargetClaim::new(&coordinator.targets, target, id, events) {
+            Ok(claim) => return Ok(claim),
+            Err(ClaimError::Ending) => {}
+            // Its user may have interrupted it, and its node may not have said so yet. Then that node does not ask for its events.
+            Err(ClaimError::Claimed { target, id }) => {
+                let asked = (id, coordinator.subscriptions.asked(id));
+                if *seen.get_or_insert(asked) != asked {
+                    return Err(CoordinatorError::TargetClaimed(display(&join(&context.prefix, &target))));
+                }
+            }
+        }
+        sleep(context.deadlines().progress_interval).await;
+    }
+}
+
+/// Waits for other nodes or stage-ins, as the user sees. Ends early if the user has gone.
 async fn shown_as_waiting<T>(
     context: &CoordinatorContext,
     events: &mpsc::Sender<Event>,

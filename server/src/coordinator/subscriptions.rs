@@ -5,7 +5,7 @@
 //! It also expires if nobody asks for the stage-in's events for longer than that may take.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::deadlines::Deadlines;
@@ -75,6 +75,8 @@ struct Subscription {
     /// The number of the user's request.
     request: u64,
     delivery: tokio::sync::Mutex<Delivery>,
+    /// How many times the node has asked.
+    asked: AtomicU64,
     /// How many times [`Subscriptions::expire`] has looked since the node last asked. While this node does not run, it does not look.
     looks: AtomicU32,
 }
@@ -103,6 +105,13 @@ impl Subscriptions {
         Some(*number)
     }
 
+    /// Returns how many times a node has asked for the events of a user's request. It asks at least once a second, unless its user has
+    /// interrupted the stage-in.
+    pub(super) fn asked(&self, request: u64) -> Option<u64> {
+        let of = self.table().open.values().find(|subscription| subscription.request == request).cloned()?;
+        Some(of.asked.load(Ordering::Relaxed))
+    }
+
     /// Opens a subscription to the events of a stage-in that a user requests. Closing it drops `events`, which cancels the stage-in.
     pub(super) fn open(&self, request: u64, events: mpsc::Receiver<Event>) -> Result<u64, SubscriptionError> {
         let delivery = tokio::sync::Mutex::new(Delivery { events, count: 0, last: None });
@@ -112,7 +121,9 @@ impl Subscriptions {
         }
         table.last_number += 1;
         let number = table.last_number;
-        table.open.insert(number, Arc::new(Subscription { request, delivery, looks: AtomicU32::new(0) }));
+        table
+            .open
+            .insert(number, Arc::new(Subscription { request, delivery, asked: AtomicU64::new(0), looks: AtomicU32::new(0) }));
         Ok(number)
     }
 
@@ -140,6 +151,7 @@ impl Subscriptions {
     /// Returns the event that follows the first `received` events, or `None` if that event does not come soon.
     pub(crate) async fn next(&self, number: u64, received: u64) -> Result<Option<Event>, SubscriptionError> {
         let subscription = self.table().open.get(&number).cloned().ok_or(SubscriptionError::Expired)?;
+        subscription.asked.fetch_add(1, Ordering::Relaxed);
         subscription.looks.store(0, Ordering::Relaxed);
         // The wait ends well within the asker's deadline.
         let next = timeout(self.deadlines.ping_interval, async {

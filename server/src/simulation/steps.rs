@@ -11,6 +11,7 @@ use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::wire::control::{Copies, Summary};
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_transport::Agreement;
+use futures_util::future::join_all;
 use tokio::time::{Instant, sleep};
 
 use super::faults::{Blow, Fault, apply, strike_nodes};
@@ -173,30 +174,68 @@ impl std::fmt::Display for Case {
 }
 
 impl Session<'_> {
-    /// Stages in while the coordinator and another node do not hear each other, from the start or from a step on. Returns how that ended
-    /// and how long it took.
-    async fn stage_in_beside_a_cut(
+    /// Starts servers that are one session.
+    async fn start_joined(&self, random: &mut Random, jobs: Arc<Jobs>) -> Vec<Arc<Node>> {
+        let servers = self.start(NODES, random, jobs).await;
+        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
+        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        servers
+    }
+
+    /// Interrupts a stage-in whose node then does not reach the coordinator for a while, and at once stages in to the same target on
+    /// another node. Returns how that ended, and how long it took.
+    async fn stage_in_after_an_interrupted_one(&self, source: &Source, random: &mut Random, jobs: Arc<Jobs>) -> Ended {
+        let servers = self.start_joined(random, jobs).await;
+        let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
+        let net = &self.net;
+        // The first stage-in does not get past this.
+        net.change_link(NodeId(0), NodeId(3), |link| link.is_silent = true);
+        let interrupted = async {
+            sleep(Duration::from_secs(1)).await;
+            net.change_link(NodeId(0), NodeId(1), |link| link.is_silent = true);
+        };
+        let sources = [source];
+        let first = self.stage_in(&servers[1], &sources, TARGET, interrupted);
+        let second = async {
+            sleep(Duration::from_millis(1500)).await;
+            let start = Instant::now();
+            let staged = self.stage_in(&servers[2], &[source], TARGET, std::future::pending()).await;
+            (staged, start.elapsed())
+        };
+        let healing = async {
+            sleep(Duration::from_secs(8)).await;
+            [1, 3].into_iter().for_each(|node| net.change_link(NodeId(0), NodeId(node), |link| link.is_silent = false));
+        };
+        let (_, ended, ()) = tokio::join!(first, second, healing);
+        drop(supervisor);
+        self.end(servers).await;
+        ended
+    }
+
+    /// Stages in while something is wrong with links, from the start or from a step on. `faults` gets the node that takes the step. Returns
+    /// how the stage-in ended, and how long it took.
+    async fn stage_in_beside(
         &self,
         source: &Source,
         (random, jobs): (&mut Random, Arc<Jobs>),
         from: Option<(&'static str, u32)>,
-        lasts: Duration,
+        faults: impl FnOnce(NodeId) -> Vec<Fault> + Send + 'static,
     ) -> Ended {
-        let servers = self.start(NODES, random, jobs).await;
-        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
-        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        let servers = self.start_joined(random, jobs).await;
         let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
         let (net, shared) = (self.net.clone(), supervisor.shared().clone());
         let cutting = tokio::spawn(async move {
-            if let Some((message, count)) = from {
-                assert!(net.trap(message, count).await.is_some(), "no stage-in has this step");
-            }
-            apply(&net, &shared, Fault::Silence(NodeId(0), NodeId(2), lasts)).await;
+            let node = match from {
+                Some((message, count)) => net.trap(message, count).await.expect("a stage-in has this step"),
+                None => NodeId(0),
+            };
+            join_all(faults(node).into_iter().map(|fault| apply(&net, &shared, fault))).await;
         });
         tokio::task::yield_now().await;
         let start = Instant::now();
         let staged = self.stage_in(&servers[1], &[source], TARGET, std::future::pending()).await;
         let took = start.elapsed();
+        self.check_stored(&servers[1]);
         cutting.await.unwrap();
         sleep(BLOWS_END).await;
         self.check_agreement(&servers, TARGET, &staged);
@@ -228,18 +267,26 @@ impl Session<'_> {
 
     /// Checks that a stage-in has waited for nodes that only stood still, and has stored everything.
     fn check_patience(&self, staged: &Result<(), String>, asked: &Node) {
+        self.check_restarts(staged);
+        self.check_stored(asked);
+    }
+
+    fn check_restarts(&self, staged: &Result<(), String>) {
         let restarts = self.report.lock().unwrap().restarts;
-        match (staged, dataset(asked, TARGET)) {
-            (Err(reason), _) => self.broken(format!("the stage-in failed, although no node was lost: {reason}")),
-            (Ok(()), _) if restarts > 0 => self.broken("the stage-in began again, although no node was lost".to_owned()),
-            (Ok(()), Some(dataset)) => {
-                let catalog = dataset.catalog();
-                let unstored = (0..catalog.header().blocks).filter(|block| !catalog.is_stored(BlockId(*block))).count();
-                if unstored > 0 {
-                    self.broken(format!("{unstored} blocks are not stored, although no node was lost"));
-                }
-            }
-            (Ok(()), None) => {}
+        if let Err(reason) = staged {
+            self.broken(format!("the stage-in failed, although no node was lost: {reason}"));
+        } else if restarts > 0 {
+            self.broken("the stage-in began again, although no node was lost".to_owned());
+        }
+    }
+
+    /// Checks that no block was left in its source.
+    fn check_stored(&self, asked: &Node) {
+        let Some(dataset) = dataset(asked, TARGET) else { return };
+        let catalog = dataset.catalog();
+        let unstored = (0..catalog.header().blocks).filter(|block| !catalog.is_stored(BlockId(*block))).count();
+        if unstored > 0 {
+            self.broken(format!("{unstored} blocks are not stored, although no node was lost"));
         }
     }
 
@@ -257,9 +304,7 @@ impl Session<'_> {
 
     /// Returns whether the stage-in had the step at which the case strikes.
     async fn strike(&self, case: &Case, (sources, files): (&[&Source], &Files), random: &mut Random, jobs: Arc<Jobs>) -> bool {
-        let servers = self.start(NODES, random, jobs).await;
-        let all: Vec<_> = servers.iter().map(|server| server.address()).collect();
-        servers[0].join(&all, Agreement::Tcp { why: "it is simulated".to_owned() }).await.unwrap();
+        let servers = self.start_joined(random, jobs).await;
         let supervisor = Supervisor::start(self.net.clone(), &servers, None, None);
         let (net, step, victims, blow) = (self.net.clone(), case.step, case.victims, case.blow);
         let striking = tokio::spawn(async move { strike_nodes(&net, step, victims, blow).await });
@@ -325,7 +370,9 @@ fn a_stage_in_waits_for_a_node_that_only_its_coordinator_does_not_reach() {
     let cases = [(None, patience / 3, true), (None, 4 * patience, false), (Some(("Batch", 2)), 4 * patience, false)];
     for (from, lasts, succeeds) in cases {
         let cut = async |session: &Session<'_>, random: &mut Random, jobs| {
-            session.stage_in_beside_a_cut(&source, (random, jobs), from, lasts).await
+            session
+                .stage_in_beside(&source, (random, jobs), from, move |_| vec![Fault::Silence(NodeId(0), NodeId(2), lasts)])
+                .await
         };
         let (broken, (staged, took)) = in_session(1, 1, &Pool::default(), cut);
         assert_eq!(broken, None);
@@ -338,4 +385,42 @@ fn a_stage_in_waits_for_a_node_that_only_its_coordinator_does_not_reach() {
             }
         }
     }
+}
+
+/// The owner of a batch says that the bytes have not arrived, for example because the sender stood still.
+#[test]
+fn a_batch_that_did_not_reach_its_owner_in_time_is_offered_again() {
+    let folder = scratch();
+    let sources =
+        [Source::write(folder.path(), "plain", &[1000; 40]), Source::write_compressed(folder.path(), "packed", &[1000; 40])];
+    // Answers come within the deadline of a batch, but its bytes do not arrive within that of the owner.
+    let slow = Duration::from_secs(3);
+    for source in &sources {
+        for seed in 0..4 {
+            let slow_down = move |sender: NodeId| {
+                let owners = (0..NODES).map(NodeId).filter(move |owner| *owner != sender);
+                owners.map(|owner| Fault::Slow(sender, owner, slow, 5 * slow)).collect()
+            };
+            let stage = async |session: &Session<'_>, random: &mut Random, jobs| {
+                let ended = session.stage_in_beside(source, (random, jobs), Some(("Batch", 1)), slow_down).await;
+                session.check_restarts(&ended.0);
+                ended
+            };
+            let (broken, (staged, _)) = in_session(seed, 1, &Pool::default(), stage);
+            assert_eq!((broken, staged), (None, Ok(())), "seed {seed}");
+        }
+    }
+}
+
+/// SEMANTICS: "A `stage-in` to the target of an interrupted one that has not ended yet waits until it has."
+#[test]
+fn a_stage_in_waits_for_an_interrupted_one_whose_node_cannot_say_so() {
+    let folder = scratch();
+    let source = Source::write(folder.path(), "plain", &[1000; 40]);
+    let stage = async |session: &Session<'_>, random: &mut Random, jobs| {
+        session.stage_in_after_an_interrupted_one(&source, random, jobs).await
+    };
+    let (broken, (staged, took)) = in_session(1, 1, &Pool::default(), stage);
+    assert_eq!((broken, staged), (None, Ok(())));
+    assert!(took > Duration::from_secs(6), "{took:?}");
 }

@@ -139,8 +139,9 @@ async fn offer(
             }
             (Ok(reply), Some(slot)) => return Ok((reply, slot)),
             (Ok(_), None) => return Err(OfferFailure::Other(ship_error(owner, PeerError::InvalidAnswer(owner)))),
-            // The owner may have stored the bytes, and only its answer was lost. Then nothing will refer to that copy.
-            (Err(error), Some(slot)) if error.is_absence() && peers.should_ask_again(owner, &error, &mut patience) => {
+            // Either node may have stood still: the owner says that bytes have not arrived if this node did. If the owner has stored them,
+            // and only its answer was lost, nothing will refer to that copy.
+            (Err(error), Some(slot)) if error.is_absence() && peers.should_ask_again(owner, &mut patience) => {
                 payload = Some(slot);
                 patience.pause(deadlines.progress_interval).await;
             }
