@@ -365,6 +365,22 @@ fn a_session_whose_last_server_dies_is_over_and_says_so() {
     }
 }
 
+/// SEMANTICS: "Its command may end the session earlier with `down`; `run` then exits with the command's status."
+#[test]
+fn the_command_of_run_may_end_the_session_itself() {
+    let ground = Ground::new();
+    // A server that has died a moment before is not found lost yet.
+    let kill = "kill -9 $(cat $DAYFLY_RUNTIME_DIR/*/*/node-1.lock); sleep 0.5; ";
+    for before in ["", kill] {
+        let script = format!("{before}dayfly down && echo after && exit 7");
+        let output = ground.output(&["run", "--local", "3", "--", "sh", "-c", &script]);
+        let (shown, message) = (text(&output.stdout), text(&output.stderr));
+        assert_eq!(output.status.code(), Some(7), "{before}: {message}");
+        assert!(shown.ends_with("after\n"), "{before}: {shown}");
+        ground.assert_clean();
+    }
+}
+
 /// SEMANTICS: "A server that was lost for its silence learns from the others what has changed. If it continues only after the last other
 /// server has died, there is nobody to learn from: the session is over, and that server ends."
 #[test]

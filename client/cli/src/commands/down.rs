@@ -1,10 +1,10 @@
 //! `dayfly down`: ends a session on all nodes.
 
-use std::io;
 use std::process::ExitCode;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
+use std::{fs, io};
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_client::{ClientError, Session};
@@ -47,11 +47,29 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Err(error) => return Err(error.into()),
     };
     let ended = end_servers(&location)?;
-    end_supervisor(&location, ended.is_partial);
-    cleanup::remove_soon(&location)?;
+    match location.supervisor() {
+        // It waits for the command that has called this one, and removes the session's folder afterward.
+        Some(pid) if is_ancestor(pid) => {}
+        _ => {
+            end_supervisor(&location, ended.is_partial);
+            cleanup::remove_soon(&location)?;
+        }
+    }
     let nodes = counted(ended.nodes as u64, "node");
     print_line!("session {} is down: {nodes} ended, {} freed", location.session, size::show(ended.freed_bytes));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Returns whether a process has started this one, or the process that has, and so on.
+fn is_ancestor(pid: i32) -> bool {
+    let mut ancestor = std::os::unix::process::parent_id() as i32;
+    while ancestor > 1 && ancestor != pid {
+        let stat = fs::read_to_string(format!("/proc/{ancestor}/stat")).unwrap_or_default();
+        // The name of the program, which is in parentheses, may contain anything.
+        let after_name = stat.rsplit(')').next().unwrap_or_default();
+        ancestor = after_name.split_whitespace().nth(1).and_then(|parent| parent.parse().ok()).unwrap_or(0);
+    }
+    ancestor == pid
 }
 
 /// Waits for the supervisor, if it is on this machine. The supervisor removes the session's folder
