@@ -63,6 +63,7 @@ session() { # ROW PART CASE NODES OPTIONS_OF_NAMESPACES...: measures one case in
 }
 times() { local run; for run in $(seq "$runs"); do "$@"; done; }
 beside_three() { session "$1" three "$2" 3; session "$1" four "$3" 4; }
+beside_both() { session copies plain reference 3; beside_three copies reference-copies killed-copies; }
 hvac() {
     session ft-hvac none hvac-none 6
     session ft-hvac losses hvac-losses 6
@@ -73,7 +74,7 @@ hvac() {
 uptime
 for row in $rows; do case $row in
     killed) times beside_three killed reference killed ;;
-    copies) times beside_three copies reference-copies killed-copies ;;
+    copies) times beside_both ;;
     silent | cut-off | power-loss) times session "$row" "$row" "$row" 4 ;;
     # One session for all runs, because all is as before after each.
     link-* | stop-* | hang-*) session "$row" "$row" "$row" 4 ;;

@@ -74,7 +74,7 @@ PASSING = [
 # The lines of the table for each row: the value's name, its title, and its goal.
 ROWS = {
     "killed": killed(0.7, None),
-    "copies": killed(0.95, NOTHING),
+    "copies": [*killed(0.95, NOTHING), ("ratio_plain", "rest of the epoch, x that of 3 with one copy", AtLeast(0.95))],
     "silent": GONE,
     "link-3": PASSING,
     "link-5": PASSING,
@@ -109,6 +109,8 @@ def runs_of(lines):
             for name, value in values.items():
                 if name in ("errors", "wrong", "longest_ms"):
                     run[name] = max(run.get(name, 0), value)
+                elif part == "plain":
+                    run[f"{part}_{name}"] = value
                 elif name == "total_s":
                     run[f"{part}_s"] = value
                 elif part in ("none", "losses", "first-touch"):
@@ -117,6 +119,8 @@ def runs_of(lines):
                     run[name] = value
         if {"rate", "reference"} <= run.keys():
             run["ratio"] = run["rate"] / run["reference"]
+        if {"rate", "plain_reference"} <= run.keys():
+            run["ratio_plain"] = run["rate"] / run["plain_reference"]
         if {"rate", "whole"} <= run.keys():
             run["ratio_before"] = run["rate"] / run["whole"]
         for other in ("none", "first-touch"):
