@@ -369,10 +369,13 @@ fn a_session_whose_last_server_dies_is_over_and_says_so() {
 #[test]
 fn the_command_of_run_may_end_the_session_itself() {
     let ground = Ground::new();
+    let find = "server=$(cat $DAYFLY_RUNTIME_DIR/*/*/node-1.lock); ";
     // A server that has died a moment before is not found lost yet.
-    let kill = "kill -9 $(cat $DAYFLY_RUNTIME_DIR/*/*/node-1.lock); sleep 0.5; ";
-    for before in ["", kill] {
-        let script = format!("{before}dayfly down && echo after && exit 7");
+    let kill = format!("{find} kill -9 $server; sleep 0.5; ");
+    // A server that stands still does not hear that the others end, and is killed.
+    let stop = format!("{find} kill -STOP $server; (sleep 3; kill -9 $server) & ");
+    for before in ["", &kill, &stop] {
+        let script = format!("{before}dayfly down && sleep 4 && echo after && exit 7");
         let output = ground.output(&["run", "--local", "3", "--", "sh", "-c", &script]);
         let (shown, message) = (text(&output.stdout), text(&output.stderr));
         assert_eq!(output.status.code(), Some(7), "{before}: {message}");

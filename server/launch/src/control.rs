@@ -52,8 +52,8 @@ pub(crate) enum FromServer {
     GaveUp { reason: String },
     /// A user wants a new server in the place of a lost one. The answer has the same number.
     Rejoin { number: u64, node: u16, host: Option<String> },
-    /// The server ends because it was asked to.
-    Ended,
+    /// The server ends because it was asked to, together with the whole session or alone.
+    Ended { ends_session: bool },
     /// The server cannot start, or cannot continue.
     Failed { names: Vec<String>, reason: String },
 }

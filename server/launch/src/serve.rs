@@ -354,11 +354,14 @@ impl Serving {
         let server = &server;
         send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let (mut loss, mut gave_up, patience) = (None, None, invitation.settings.deadlines.lease_interval);
-        let mut is_told_by_signal = false;
+        let (mut ends_session, mut is_told_by_signal) = (false, false);
         let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;
         let mut follower = Follower::new(server, node, dialer, sender, receiver);
         let cause = tokio::select! {
-            () = server.ended() => "a client or a peer asked for it",
+            () = server.ended() => {
+                ends_session = true;
+                "a client or a peer asked for it"
+            }
             () = terminated(&mut terminate, invitation.is_job_step) => {
                 is_told_by_signal = true;
                 "SIGTERM"
@@ -402,7 +405,7 @@ impl Serving {
             let _ = timeout(patience, server.end_others()).await;
         }
         if gave_up.is_none() {
-            follower.tell(&FromServer::Ended).await;
+            follower.tell(&FromServer::Ended { ends_session }).await;
         }
         server.close();
         tracing::info!(cause, "the session has ended on this node");

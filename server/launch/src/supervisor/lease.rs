@@ -94,8 +94,6 @@ struct Supervised {
     channel: Option<SupervisedChannel>,
     /// Why its channel was closed last.
     closed: String,
-    /// When that was, as [`Lease::happenings`] counts.
-    closed_at: u64,
 }
 
 struct SupervisedChannel {
@@ -120,10 +118,9 @@ struct Lease {
     last_channel: u64,
     /// The member that was lost last, and why; `None` if its server was told to end.
     last_loss: Option<(String, String)>,
-    /// How many channels have been closed, and servers have been told to end.
-    happenings: u64,
-    /// When a server was told to end last.
-    ended_at: u64,
+    /// Whether somebody has ended the session, for example with `down`. Servers that die before they have heard of it, or because they
+    /// stand still, are then no loss.
+    is_ended: bool,
     messages: mpsc::Receiver<Message>,
     message_sender: mpsc::Sender<Message>,
     /// One task for each channel. They end with the lease.
@@ -153,8 +150,7 @@ impl Lease {
             deadlines,
             last_channel: 0,
             last_loss: None,
-            happenings: 0,
-            ended_at: 0,
+            is_ended: false,
             messages,
             message_sender,
             receivers: JoinSet::new(),
@@ -162,7 +158,7 @@ impl Lease {
         };
         for (node, Member { name, host, sender, receiver }) in (0..).map(NodeId).zip(members) {
             let channel = lease.receive(node, sender, receiver);
-            lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new(), closed_at: 0 });
+            lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new() });
         }
         lease
     }
@@ -196,16 +192,16 @@ impl Lease {
         Message { node, channel, what }: Message,
         processes: &mut LauncherProcesses,
     ) -> Result<(), String> {
-        self.happenings += 1;
         let member = &mut self.members[node.index()];
         if member.channel.as_ref().is_none_or(|current| current.number != channel) {
             return Ok(());
         }
         match what {
-            Ok(FromServer::Ended) => {
+            Ok(FromServer::Ended { ends_session }) => {
                 // The server was told to exit, so the end of its channel, however late, must not look like a death.
                 member.channel = None;
-                (self.last_loss, self.ended_at) = (None, self.happenings);
+                self.last_loss = None;
+                self.is_ended |= ends_session;
                 self.supervision.ended(node);
             }
             Ok(FromServer::Failed { reason, .. }) => return Err(format!("{}: {reason}", member.name)),
@@ -230,7 +226,7 @@ impl Lease {
             }
             Err(reason) => {
                 tracing::info!(member = member.name, reason, "a control channel was closed");
-                (member.channel, member.closed, member.closed_at) = (None, reason, self.happenings);
+                (member.channel, member.closed) = (None, reason);
                 self.closed(node);
             }
         }
@@ -370,9 +366,7 @@ impl Lease {
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
             tracing::warn!(member = name, reason, "a server is lost");
-            // A server that died before the others were told to end is only found lost after a moment.
-            let is_earlier = loss == Loss::Closed && self.members[node.index()].closed_at < self.ended_at;
-            self.last_loss = (loss != Loss::Ended && !is_earlier).then(|| (name.clone(), reason.clone()));
+            self.last_loss = (loss != Loss::Ended && !self.is_ended).then(|| (name.clone(), reason.clone()));
             self.replacements.request().notices.show(format_args!("{name} is lost: {reason}"));
             if loss == Loss::Closed {
                 self.replacements.lost(node, &self.members[node.index()].host, Duration::ZERO);
