@@ -78,7 +78,7 @@ fn a_batch_whose_reader_slept_delivers_right_bytes_after_its_leases_were_revoked
     let stopped = owned_by(&view, &target, 0..SMALL, 2);
     let others = owned_by(&view, &target, SMALL..SMALL + LARGE, 1);
     assert!(others.len() as u64 * LARGE_LEN as u64 > ARENA_LEN_MIN && stopped.len() > 120);
-    stop(cluster.pids()[&2]);
+    signal(cluster.pids()[&2], Signal::SIGSTOP);
     let samples: Vec<SampleId> = alive.iter().chain(&stopped).map(|&(_, sample)| sample).collect();
     let mut batch = view.session().read_many(&dataset(&view), &samples, Delivery::AsAvailable, OnMissing::Report).unwrap();
     // Samples of node 1 arrive at once. The errors about node 2, which does not answer, come later, and are more than the socket
@@ -187,7 +187,7 @@ fn reads_fail_fast_while_the_nodes_own_server_is_stopped_and_work_again_afterwar
     };
     read(far[0]).unwrap();
     let server = cluster.pids()[&0];
-    stop(server);
+    signal(server, Signal::SIGSTOP);
     let start = Instant::now();
     let error = read(far[1]).unwrap_err();
     let first = start.elapsed();
@@ -208,18 +208,6 @@ fn reads_fail_fast_while_the_nodes_own_server_is_stopped_and_work_again_afterwar
     });
     far.iter().for_each(|&number| read(number).unwrap());
     cluster.down();
-}
-
-/// Stops a process, and waits until all of its threads are stopped.
-fn stop(pid: i32) {
-    signal(pid, Signal::SIGSTOP);
-    let is_stopped = |thread: PathBuf| {
-        let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
-        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
-    };
-    wait_until("it has stopped", || {
-        fs::read_dir(format!("/proc/{pid}/task")).unwrap().all(|thread| is_stopped(thread.unwrap().path()))
-    });
 }
 
 /// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.

@@ -273,9 +273,23 @@ impl Drop for Cluster {
     }
 }
 
-/// Sends a signal to a process, which must be alive.
+/// Sends a signal to a process, which must be alive. After SIGSTOP, waits until its threads have stopped: the kernel tells one of them,
+/// and until that one gets a processor, the others go on. A thread that waits for a drive stops later.
 pub(crate) fn signal(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while signal == Signal::SIGSTOP && !has_stopped(pid) && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Returns whether no thread of a process runs.
+fn has_stopped(pid: i32) -> bool {
+    let is_still = |thread: PathBuf| {
+        let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['T', 't', 'Z', 'X']))
+    };
+    fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.flatten().all(|thread| is_still(thread.path())))
 }
 
 /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
