@@ -136,17 +136,33 @@ fn at_once(_: &Deadlines) -> (Duration, Duration) {
 /// The client watches its server's heartbeat in shared memory. It sends its request first, so its first look at the heartbeat may
 /// come late.
 fn still(deadlines: &Deadlines) -> (Duration, Duration) {
+    let silence = deadlines.origin + 2 * deadlines.request;
+    (silence - 2 * deadlines.heartbeat_interval, silence + deadlines.server)
+}
+
+/// Like `still`, for a command that shows something.
+fn still_for_a_moment(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.heartbeat - 2 * deadlines.heartbeat_interval, deadlines.server)
 }
 
 /// A client that the server has not yet welcomed knows neither the session's deadlines nor the heartbeat.
 fn hello(_: &Deadlines) -> (Duration, Duration) {
+    still(&Deadlines::DEFAULT)
+}
+
+/// Like `hello`, for a command that shows, changes or ends something.
+fn hello_of_command(_: &Deadlines) -> (Duration, Duration) {
     (Deadlines::DEFAULT.server, Deadlines::DEFAULT.server)
 }
 
 /// The peer's last byte may have arrived just before the peer fell silent, and the silence is noticed at the next check.
 fn peer_lost(deadlines: &Deadlines) -> (Duration, Duration) {
     (deadlines.peer_lost - 2 * deadlines.ping_interval, deadlines.peer_lost + deadlines.request)
+}
+
+/// A reader waits for a peer until the supervisor has declared it lost.
+fn lost(deadlines: &Deadlines) -> (Duration, Duration) {
+    (deadlines.lost_after - 2 * deadlines.lease_interval, deadlines.lost_after + 2 * deadlines.request)
 }
 
 /// A dead connection is detected because pings still arrive on the other connections to the same peer.
@@ -194,26 +210,26 @@ fn down(_: &Deadlines) -> (Duration, Duration) {
 /// The quick rows of a request come before the ones that wait for half a minute and more, so that `.ci/run` plays the quick ones.
 const TABLE: &[Row] = &[
     // The node's own server.
-    row(Ask::Attach, 0, Far::Silent, hello, &["the server of node 0 does not answer"]),
-    row(Ask::Read, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
-    row(Ask::Batch, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
-    row(Ask::Order, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
-    row(Ask::Spill, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
-    row(Ask::Status, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Status, 0, Far::Silent, still_for_a_moment, &["the server of this node does not answer", "stood still"]),
     row(Ask::Attach, 0, Far::Reset, at_once, &["node 0"]),
     row(Ask::Read, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
     row(Ask::Batch, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
     row(Ask::Order, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
     row(Ask::Spill, 0, Far::Reset, at_once, &["the server of this node does not answer"]),
+    row(Ask::Attach, 0, Far::Silent, hello, &["the server of node 0 does not answer"]),
+    row(Ask::Read, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Batch, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Order, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
+    row(Ask::Spill, 0, Far::Silent, still, &["the server of this node does not answer", "stood still"]),
     // Another node.
-    row(Ask::Read, 1, Far::Silent, peer_lost, &["node 1"]),
-    row(Ask::Batch, 1, Far::Silent, peer_lost, &["node 1"]),
+    row(Ask::Read, 1, Far::Silent, lost, &["node 1"]),
+    row(Ask::Batch, 1, Far::Silent, lost, &["node 1"]),
     works(Ask::ReadWithOrigin, 1, Far::Silent, peer_lost),
     works(Ask::BatchWithOrigin, 1, Far::Silent, peer_lost),
     row(Ask::Status, 1, Far::Silent, peer_lost, &["node 1", "does not answer"]),
     row(Ask::Tune, 1, Far::Silent, peer_lost, &["node 1"]),
     // The command attaches to its server itself.
-    row(Ask::Tune, 0, Far::Silent, hello, &["the server of node 0 does not answer"]),
+    row(Ask::Tune, 0, Far::Silent, hello_of_command, &["the server of node 0 does not answer"]),
     works(Ask::StageIn, 1, Far::Silent, goes_on),
     works(Ask::StageInByAnother, 0, Far::Silent, goes_on),
     works(Ask::Shipping, 1, Far::Silent, goes_on),
@@ -461,6 +477,7 @@ fn rows() -> Vec<&'static Row> {
 /// `meta/src/deadlines.rs` declares the deadlines.
 ///
 /// SEMANTICS: "Nothing hangs. Every wait ends, with an answer or with an error that names the node, the object and the remedy."
+/// SEMANTICS: "Commands that show, change or end something wait for 5 s only, or for 30 s if the server has not answered them before."
 #[test]
 fn every_kind_of_request_ends_with_its_error_at_its_deadline_whatever_the_far_side_does() {
     let rows = rows();

@@ -6,6 +6,7 @@ use std::process::{Child, ChildStderr, Stdio};
 use std::time::Duration;
 
 use crate::harness::samples::content;
+use crate::harness::strace::Tracer;
 use crate::harness::{self, Cluster, Ground, pack, signal, text, wait_until};
 use nix::sys::signal::Signal;
 
@@ -395,4 +396,21 @@ fn a_silent_server_ends_if_nobody_is_left_to_learn_from() {
     cluster.kill(0);
     signal(pid, Signal::SIGCONT);
     cluster.wait_until_clean("after the session");
+}
+
+/// SEMANTICS: "A server whose process runs while its runtime does nothing for `--lost-after` is deadlocked, and ends itself."
+#[test]
+fn a_server_whose_runtime_is_deadlocked_ends_itself() {
+    let cluster = session();
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/a");
+    let log = cluster.folder().join("node-2.log");
+    // The runtime's threads do not return from their wait for events. Other threads do not make this call.
+    let waits = [("epoll_wait,epoll_pwait", "delay_exit=600000000")];
+    let tracer = Tracer::inject(cluster.pids()[&2], &waits, cluster.work.path()).unwrap();
+    wait_until("the server finds that", || fs::read_to_string(&log).unwrap().contains("its runtime has made no turn for 10 s"));
+    // The tracer holds threads that it delays, even while their process ends.
+    drop(tracer);
+    wait_until("the server ends", || !cluster.pids().contains_key(&2));
+    read_all(&cluster, 0, "a");
+    cluster.down();
 }

@@ -225,7 +225,7 @@ fn read_while_a_server_stands_still(source: &str, options: &[&str]) {
 /// A request for blocks of a dead node may name some that others can read, and some that nobody can.
 ///
 /// SEMANTICS: "Blocks of archives within archives cannot be read from their sources. While their owner does not answer, reads of them
-/// fail with `EIO`. If a request names other blocks too, those are read."
+/// wait, and once it is lost, they fail with `EIO`. If a request names other blocks too, those are read."
 /// SEMANTICS: "Samples of archives within archives that a lost node owned cannot be read until the node returns, unless the reader's
 /// own node has cached them: such reads fail with `EIO`."
 /// SEMANTICS: "With `--recovery-timeout 0` they fail at once."

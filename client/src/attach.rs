@@ -20,7 +20,8 @@ use nix::libc;
 
 use crate::attachment::{Attachment, Connection};
 use crate::current::{Current, InUse};
-use crate::greeting::open;
+use crate::greeting::{open, open_first};
+use crate::heartbeat::Patience;
 use crate::locate::SessionFolder;
 use crate::{ClientError, Dataset, cancellation, reserved_fd};
 
@@ -59,7 +60,7 @@ impl Deref for Datasets<'_> {
 }
 
 impl Session {
-    /// Attaches to the server of the node that this process belongs to.
+    /// Attaches to the server of the node that this process belongs to. If the server stands still, waits for it.
     ///
     /// # Errors
     ///
@@ -69,19 +70,32 @@ impl Session {
         Self::attach_to(location, location.my_node()?)
     }
 
-    /// Attaches to the server of a given node on this machine.
+    /// Attaches to the server of a given node on this machine. If the server stands still, waits for it.
     ///
     /// # Errors
     ///
     /// If that server does not answer or rejects the connection.
     pub fn attach_to(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
-        let _deferral = cancellation::uninterrupted();
-        with_numbers(|| Self::attach_once(location, node))
+        Self::attach_with(location, node, Patience::Long)
     }
 
-    fn attach_once(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
+    /// Like [`Self::attach_to`], for a command that shows or ends the session: does not wait as long for a server that stands still.
+    ///
+    /// # Errors
+    ///
+    /// Those of [`Self::attach_to`].
+    pub fn attach_briefly(location: &SessionFolder, node: NodeId) -> Result<Self, ClientError> {
+        Self::attach_with(location, node, Patience::Short)
+    }
+
+    fn attach_with(location: &SessionFolder, node: NodeId, patience: Patience) -> Result<Self, ClientError> {
+        let _deferral = cancellation::uninterrupted();
+        with_numbers(|| Self::attach_once(location, node, patience))
+    }
+
+    fn attach_once(location: &SessionFolder, node: NodeId, patience: Patience) -> Result<Self, ClientError> {
         let path = location.socket(node);
-        let (socket, welcome, files) = open(&path, None).map_err(|error| error.of_node(node))?;
+        let (socket, welcome, files) = open_first(&path, patience).map_err(|error| error.of_node(node))?;
         let attachment = Attachment::new(&path, socket, &welcome, files)?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, .. } = welcome else {
             return Err(ClientError::Protocol("the first answer is not a welcome"));
@@ -221,8 +235,12 @@ impl Session {
         if !old.has_successor() {
             return false;
         }
-        let attach =
-            || open(&self.path, None).and_then(|(socket, welcome, files)| Attachment::new(&self.path, socket, &welcome, files));
+        // A signal that ended this wait would be lost, and the call would fail.
+        let _whole = cancellation::Whole::begin();
+        let attach = || {
+            let (socket, welcome, files) = open(&self.path, None, Patience::Short)?;
+            Attachment::new(&self.path, socket, &welcome, files)
+        };
         // A new server may not listen yet; a later call finds it.
         let Some(new) = old.attempt(|| with_numbers(attach).ok()) else { return false };
         self.adopt(old, new);
@@ -332,6 +350,7 @@ impl Session {
         block: BlockId,
         fill: impl FnOnce(&File) -> Result<(), E>,
     ) -> Result<Option<File>, E> {
+        let _whole = cancellation::Whole::begin();
         // Dropping a connection or a file closes a descriptor, where a thread may be canceled. Signals wait only while this process
         // waits for the server, and not while it copies.
         let _deferral = cancellation::defer();
@@ -384,9 +403,11 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// If the connection fails. A command that fails reports that as an event.
+    /// If the connection fails. A command that fails reports that as an event. Only a stage-in waits for a server that stands still.
     pub fn control(&self, command: Command, on_event: &mut dyn FnMut(Event)) -> Result<(), ClientError> {
+        let patience = if matches!(command, Command::StageIn(_)) { Patience::Long } else { Patience::Short };
         self.with_connection(&never, |Connection { socket, .. }| {
+            socket.set_patience(patience);
             socket.send(&FromClient::Control(command.clone()))?;
             loop {
                 match socket.receive()?.0 {
@@ -394,6 +415,7 @@ impl Session {
                         let is_last = event.is_last();
                         on_event(event);
                         if is_last {
+                            socket.set_patience(Patience::Long);
                             return Ok(());
                         }
                     }
@@ -463,6 +485,7 @@ impl Session {
     pub(crate) fn send_first(&self, connection: &mut Connection, message: &FromClient) -> Result<(), ClientError> {
         match connection.socket.send(message) {
             Err(ClientError::Server(_)) if self.attach_again(&connection.attachment) => {
+                let _whole = cancellation::Whole::begin();
                 *connection = self.take_connection()?;
                 connection.socket.send(message)
             }
@@ -482,7 +505,7 @@ impl Session {
                 return Ok(Connection { socket, attachment });
             }
         }
-        match with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone()))) {
+        match with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone()), Patience::Long)) {
             Ok((socket, _, files)) if attachment.is_of_same_server(&files) => {
                 attachment.set_slot(socket.slot());
                 Ok(Connection { socket: Box::new(socket), attachment })
@@ -507,7 +530,7 @@ impl Session {
             return Ok(Connection { socket, attachment });
         }
         // Another thread has taken the connection of the new attachment.
-        let (socket, _, files) = with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone())))?;
+        let (socket, _, files) = with_numbers(|| open(&self.path, Some(attachment.heartbeat().clone()), Patience::Long))?;
         if !attachment.is_of_same_server(&files) {
             return Err(error());
         }

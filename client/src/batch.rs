@@ -91,6 +91,8 @@ pub struct Batch<S: Deref<Target = Session>> {
     is_over: bool,
     /// Whether the connection failed. The leases then ended with the connection.
     is_broken: bool,
+    /// Whether the call that was interrupted just now can be made again.
+    can_go_on: bool,
     /// Whether the batch lends cached blocks, which stay in place only while `views` lives.
     has_cached: bool,
     /// The value of [`fault::zeroed`] when the batch began.
@@ -257,6 +259,7 @@ impl<S: Deref<Target = Session>> Batch<S> {
             leased_bytes: 0,
             is_over: false,
             is_broken: false,
+            can_go_on: false,
             has_cached: false,
             zeroed: fault::zeroed(),
             views,
@@ -278,7 +281,8 @@ impl<S: Deref<Target = Session>> Batch<S> {
         self.items.is_empty()
     }
 
-    /// Waits for the next sample and delivers it; `None` after the last.
+    /// Waits for the next sample and delivers it; `None` after the last. After [`ClientError::Interrupted`], the batch goes on unless
+    /// it was sending a request.
     #[expect(clippy::should_implement_trait, reason = "what it delivers borrows from the batch")]
     pub fn next(&mut self) -> Option<Result<Delivered<'_>, ClientError>> {
         if self.is_over {
@@ -291,7 +295,8 @@ impl<S: Deref<Target = Session>> Batch<S> {
                 return None;
             }
             Err(error) => {
-                (self.is_over, self.is_broken) = (true, true);
+                let can_go_on = matches!(error, ClientError::Interrupted) && std::mem::take(&mut self.can_go_on);
+                (self.is_over, self.is_broken) = (!can_go_on, !can_go_on);
                 return Some(Err(error));
             }
         };
@@ -473,10 +478,10 @@ impl<S: Deref<Target = Session>> Batch<S> {
                 if index == self.items.len() {
                     return Ok(None);
                 }
-                self.next += 1;
                 while matches!(self.states[index], ItemState::Pending) {
                     self.receive()?;
                 }
+                self.next += 1;
                 index
             }
             Delivery::AsAvailable => {
@@ -504,7 +509,14 @@ impl<S: Deref<Target = Session>> Batch<S> {
         }
         // The lease is checked after the bytes were verified, because a checksum of revoked bytes means nothing.
         if matches!(self.states[index], ItemState::Deferred) || self.is_lost(index) {
-            self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
+            self.states[index] = match self.read_whole(index) {
+                Ok(bytes) => ItemState::Copied(bytes),
+                Err(ClientError::Interrupted) => {
+                    self.put_back(index);
+                    return Err(ClientError::Interrupted);
+                }
+                Err(error) => ItemState::Failed(error),
+            };
         }
         if let ItemState::Leased(leased) = &mut self.states[index] {
             leased.is_delivered = true;
@@ -545,7 +557,7 @@ impl<S: Deref<Target = Session>> Batch<S> {
             && self.session.verify(&item.dataset, chunk, bytes).is_err()
         {
             // This copy is damaged. An ordinary read makes the server replace it, if another copy exists.
-            self.states[index] = self.read_whole(index).map_or_else(ItemState::Failed, ItemState::Copied);
+            self.states[index] = ItemState::Deferred;
         }
     }
 

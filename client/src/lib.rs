@@ -67,6 +67,7 @@ mod greeting;
 mod heartbeat;
 pub mod interruption;
 pub mod locate;
+pub mod notice;
 mod order;
 mod pool;
 mod privacy;

@@ -106,6 +106,14 @@ pub(crate) fn replace_descriptors_limit(soft: u64, hard: u64) -> Option<(u64, u6
     (result == 0).then(|| unsafe { limit.assume_init() }).map(|limit| (limit.rlim_cur, limit.rlim_max))
 }
 
+/// Returns the signals that wait because this thread blocks them, one bit each.
+pub(crate) fn pending_signals() -> u64 {
+    let mut pending = 0_u64;
+    // SAFETY: one live word of the size that the call is told.
+    let result = unsafe { call(libc::SYS_rt_sigpending, (&raw mut pending).addr(), size_of::<u64>(), 0, 0) };
+    if result == 0 { pending } else { 0 }
+}
+
 /// Changes this thread's mask of signals. Returns the mask before.
 pub(crate) fn change_mask(how: i32, set: u64) -> Option<u64> {
     let mut before = 0_u64;

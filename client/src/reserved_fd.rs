@@ -22,6 +22,7 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use dayfly_meta::deadlines::Deadlines;
 use nix::libc;
 
 use crate::raw_call::{descriptors_limit, duplicate_above, identity, replace_descriptors_limit};
@@ -38,8 +39,8 @@ const WATCHED: usize = 1 << 16;
 const RECORDS_MAX: usize = 4096;
 /// How many times the move of a descriptor is tried while other threads change the limit.
 const ATTEMPTS_MAX: u32 = 100;
-/// How long [`give_way`] waits for threads that are using the number.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long [`give_way`] waits for threads that are using the number: as long as a live server may take to answer.
+const PATIENCE: Duration = Deadlines::DEFAULT.request;
 /// How long a thread waits until other threads have lowered the limit again. Each of them talks to the server meanwhile.
 const TURN_PATIENCE: Duration = Duration::from_secs(20);
 const TURN_POLL_INTERVAL: Duration = Duration::from_millis(1);
@@ -416,9 +417,13 @@ pub fn note_given(number: RawFd) {
 ///
 /// # Errors
 ///
-/// EBUSY if a thread uses the descriptor for too long, EMFILE if no other number is free.
+/// EBUSY if another thread uses the descriptor for too long, or if this thread uses one, which it cannot end in a signal handler. The
+/// descriptor then keeps its number. EMFILE if no other number is free.
 pub fn give_way(number: RawFd) -> Result<(), i32> {
     let Some((record, index)) = record_at(number).filter(|_| is_reserved(number)) else { return Ok(()) };
+    if USES.get() > 0 && record.users.load(Ordering::SeqCst) > 0 {
+        return Err(libc::EBUSY);
+    }
     let other = high_copy(number).map_or_else(|| duplicate_above(number, 3), Ok)?;
     watch(other, index);
     if record.number.compare_exchange(number, other, Ordering::SeqCst, Ordering::Relaxed).is_err() {
@@ -431,9 +436,14 @@ pub fn give_way(number: RawFd) -> Result<(), i32> {
     let deadline = Instant::now() + PATIENCE;
     while record.users.load(Ordering::SeqCst) > 0 {
         if Instant::now() > deadline {
+            // Both stay open, because threads may be using either. The other one is given up, and is closed with the process.
+            if record.number.compare_exchange(other, number, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+                watch(number, index);
+                unwatch(other, index);
+            }
             return Err(libc::EBUSY);
         }
-        std::thread::yield_now();
+        std::thread::sleep(TURN_POLL_INTERVAL);
     }
     Ok(())
 }
@@ -509,8 +519,20 @@ mod tests {
         assert!(reserved.number() != number && reserved.is_intact() && is_reserved(reserved.number()) && !is_reserved(number));
         // SAFETY: nobody owns it anymore.
         drop(unsafe { OwnedFd::from_raw_fd(number) });
-        let in_use = reserved.get().unwrap();
-        assert_eq!(give_way(reserved.number()), Err(libc::EBUSY));
-        drop(in_use);
+        // In a signal handler, this thread cannot end its own use.
+        let (in_use, number, start) = (reserved.get().unwrap(), reserved.number(), Instant::now());
+        assert_eq!(give_way(number), Err(libc::EBUSY));
+        assert!(start.elapsed() < PATIENCE && reserved.number() == number && is_reserved(number));
+        // Another thread waits for it.
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| give_way(number));
+            std::thread::sleep(Duration::from_millis(100));
+            assert!(!waiting.is_finished());
+            drop(in_use);
+            waiting.join().unwrap().unwrap();
+        });
+        assert!(reserved.number() != number && reserved.is_intact());
+        // SAFETY: nobody owns it anymore.
+        drop(unsafe { OwnedFd::from_raw_fd(number) });
     }
 }

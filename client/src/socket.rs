@@ -11,7 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use dayfly_meta::limits::DRIVES_MAX;
+use dayfly_meta::limits::{DRIVES_MAX, HEARTBEAT_POLLS};
 use dayfly_meta::wire::frame::{LOCAL_HEADER_LEN, decode_local, encode_local};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::{decode, encode};
@@ -22,10 +22,9 @@ use nix::sys::socket::{
 };
 use nix::sys::time::TimeVal;
 
-use crate::ClientError;
-use crate::heartbeat::{Heartbeat, Timeouts};
-use crate::interruption;
+use crate::heartbeat::{Heartbeat, Patience, Timeouts};
 use crate::reserved_fd::ReservedFd;
+use crate::{ClientError, cancellation, interruption, notice};
 
 /// The maximum number of descriptors that one message carries: a catalog, locations, and one segment for
 /// each drive.
@@ -44,6 +43,8 @@ pub(crate) struct Socket {
     /// `None` until the server has welcomed this process.
     heartbeat: Option<Arc<Heartbeat>>,
     timeouts: Timeouts,
+    /// Whether a part of a message has arrived, and nobody waits for the rest.
+    is_midway: bool,
     /// The process that opened the connection.
     process: u32,
 }
@@ -62,14 +63,15 @@ impl Drop for Socket {
 }
 
 impl Socket {
-    pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>) -> io::Result<Self> {
+    /// Connects to a server. Without a heartbeat, `patience` says how long this waits for each answer of a server that stands still.
+    pub(crate) fn connect(path: &Path, heartbeat: Option<Arc<Heartbeat>>, patience: Patience) -> io::Result<Self> {
         // Does not use `UnixStream::connect`, which waits without a deadline while the backlog of a
         // stopped server is full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
-        let timeouts = heartbeat.as_ref().map(|heartbeat| heartbeat.timeouts()).unwrap_or_default();
+        let timeouts = heartbeat.as_ref().map_or_else(|| patience.before_welcome(), |heartbeat| heartbeat.timeouts());
         set_poll_interval(&socket, timeouts.poll_interval())?;
         let address = UnixAddr::new(path)?;
-        wait(timeouts, heartbeat.as_deref(), || connect(socket.as_raw_fd(), &address))?;
+        wait(timeouts, heartbeat.as_deref(), &cancellation::has_arrived, || connect(socket.as_raw_fd(), &address))?;
         // Stored as a file, because a stream socket can be read and written as one.
         Ok(Self {
             stream: ReservedFd::new(File::from(socket)),
@@ -77,6 +79,7 @@ impl Socket {
             number: 0,
             heartbeat,
             timeouts,
+            is_midway: false,
             process: std::process::id(),
         })
     }
@@ -99,12 +102,24 @@ impl Socket {
         self.timeouts
     }
 
+    /// Sets how long this connection waits for a server that stands still.
+    pub(crate) fn set_patience(&mut self, patience: Patience) {
+        if let Some(heartbeat) = &self.heartbeat {
+            self.timeouts = patience.of(heartbeat.timeouts());
+        }
+    }
+
+    /// Returns whether a wait ended within a message, so that nothing else can be received.
+    pub(crate) fn is_midway(&self) -> bool {
+        self.is_midway
+    }
+
     /// Returns whether the connection's descriptor is still there. A program can close it by a system call of its own.
     pub(crate) fn is_intact(&self) -> bool {
         self.stream.is_intact()
     }
 
-    /// Makes all later waits end early if the server's heartbeat stands still for the heartbeat timeout.
+    /// Makes all later waits end if the server's heartbeat stands still for too long.
     pub(crate) fn watch(&mut self, heartbeat: Arc<Heartbeat>) {
         self.heartbeat = Some(heartbeat);
     }
@@ -118,7 +133,7 @@ impl Socket {
         while sent < bytes.len() {
             // Does not use `write`, because SIGPIPE must not end the program if the server is gone.
             let send = || send(stream.as_raw_fd(), &bytes[sent..], MsgFlags::MSG_NOSIGNAL);
-            sent += wait(self.timeouts, self.heartbeat.as_deref(), send)?;
+            sent += wait(self.timeouts, self.heartbeat.as_deref(), &never, send)?;
         }
         Ok(())
     }
@@ -130,10 +145,12 @@ impl Socket {
         if got == 0 {
             return Err(closed().into());
         }
+        self.is_midway = true;
         self.fill(&mut header[got..])?;
         let len = decode_local(header).map_err(|_| ClientError::Protocol("a message is too long"))?;
         let mut message = vec![0; len];
         self.fill(&mut message)?;
+        self.is_midway = false;
         let message = decode(&message).map_err(|_| ClientError::Protocol("not a message of this version"))?;
         Ok((message, files))
     }
@@ -141,7 +158,8 @@ impl Socket {
     fn fill(&self, mut buffer: &mut [u8]) -> io::Result<()> {
         let stream = self.stream.get()?;
         while !buffer.is_empty() {
-            let got = wait(self.timeouts, self.heartbeat.as_deref(), || recv(stream.as_raw_fd(), buffer, MsgFlags::empty()))?;
+            let receive = || recv(stream.as_raw_fd(), buffer, MsgFlags::empty());
+            let got = wait(self.timeouts, self.heartbeat.as_deref(), &never, receive)?;
             if got == 0 {
                 return Err(closed());
             }
@@ -152,7 +170,7 @@ impl Socket {
 
     fn receive_first(&mut self, header: &mut [u8]) -> io::Result<(usize, Vec<File>)> {
         let stream = self.stream.get()?;
-        wait(self.timeouts, self.heartbeat.as_deref(), || receive_with_files(&stream, header))
+        wait(self.timeouts, self.heartbeat.as_deref(), &cancellation::has_arrived, || receive_with_files(&stream, header))
     }
 }
 
@@ -201,12 +219,19 @@ fn set_poll_interval(socket: &impl AsFd, interval: Duration) -> io::Result<()> {
 }
 
 /// Repeats a system call that waits on the socket until it succeeds or fails, or a deadline
-/// expires.
-fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnMut() -> nix::Result<T>) -> io::Result<T> {
+/// expires. After a while, `is_signaled` may end the wait; it is given the number of polls so far.
+fn wait<T>(
+    timeouts: Timeouts,
+    heartbeat: Option<&Heartbeat>,
+    is_signaled: &dyn Fn(u32) -> bool,
+    mut call: impl FnMut() -> nix::Result<T>,
+) -> io::Result<T> {
     if let Some(heartbeat) = heartbeat {
-        heartbeat.check()?;
+        heartbeat.check(timeouts)?;
     }
-    let mut polls = 0;
+    // Polls in which the server had to answer. One that has not yet welcomed this process has no heartbeat.
+    let mut polls = if heartbeat.is_some() { 0 } else { cancellation::polls_before() };
+    let mut polls_here = 0;
     let mut poll_began = Instant::now();
     loop {
         match call() {
@@ -221,15 +246,31 @@ fn wait<T>(timeouts: Timeouts, heartbeat: Option<&Heartbeat>, mut call: impl FnM
             continue;
         }
         poll_began = Instant::now();
-        polls += 1;
-        if let Some(heartbeat) = heartbeat {
-            heartbeat.record_poll()?;
+        polls_here += 1;
+        match heartbeat {
+            Some(heartbeat) => polls += u32::from(heartbeat.record_poll(timeouts)?),
+            None => {
+                polls += 1;
+                if polls == HEARTBEAT_POLLS && timeouts.server > timeouts.heartbeat {
+                    notice::show(&timeouts.waits(timeouts.server));
+                }
+            }
         }
         if timeouts.poll_interval() * polls >= timeouts.server {
             let message = format!("no answer for {} s", timeouts.server.as_secs_f64());
             return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
+        if is_signaled(polls_here) {
+            if heartbeat.is_none() {
+                cancellation::keep_polls(polls);
+            }
+            return Err(io::ErrorKind::Interrupted.into());
+        }
     }
+}
+
+fn never(_: u32) -> bool {
+    false
 }
 
 fn closed() -> io::Error {

@@ -66,9 +66,9 @@ deadlines! {
     server = Duration::from_secs(30);
     /// How often a server advances the heartbeat on its status page.
     heartbeat_interval = Duration::from_secs(1);
-    /// How long the heartbeat may stand still before a client that waits for its server gives up. A
-    /// client measures this time in its own polls, so a client that was stopped does not find the
-    /// time expired when it continues.
+    /// How long the heartbeat may stand still before a client that waits for its server says so, or, if it is a command that shows
+    /// something, gives up. Reads wait for as long as a peer may stand still that reads from an origin. A client measures this
+    /// time in its own polls, so a client that was stopped does not find the time expired when it continues.
     heartbeat = Duration::from_secs(5);
     /// How long a server waits for a client that reads nothing from its socket before it revokes
     /// the client's leases.
@@ -145,6 +145,58 @@ impl Deadlines {
     /// may be bytes that it has not read yet.
     pub const LOOKS_MIN: u32 = 4;
 
+    /// Returns how long a client waits for its server without a sign of life: as long as one that reads from an origin, and at least
+    /// until the supervisor has declared it lost.
+    pub const fn silence(&self) -> Duration {
+        let read = self.origin.saturating_add(self.request.saturating_mul(2));
+        let lost = self.lost_after.saturating_add(self.node_silent);
+        if read.as_nanos() > lost.as_nanos() { read } else { lost }
+    }
+
+    /// Returns how long a server's runtime may make no turn while its process runs, before the server ends itself.
+    pub const fn deadlock(&self) -> Duration {
+        let least = crate::limits::DEADLOCK_TIMEOUT_MIN;
+        if self.lost_after.as_nanos() > least.as_nanos() { self.lost_after } else { least }
+    }
+
+    /// Returns the number of beats without a turn after which a client gives its server up. The server ends itself before.
+    pub const fn deadlock_beats(&self) -> u32 {
+        let beats = self.deadlock().as_nanos() / self.heartbeat_interval.as_nanos();
+        (if beats > u32::MAX as u128 / 2 { u32::MAX / 2 } else { beats as u32 }) + 5
+    }
+
+    /// The largest factor that a user may pass to [`Deadlines::patient`].
+    pub const PATIENCE_MAX: u32 = 100;
+
+    /// Multiplies by `factor` the times after which somebody is judged, or a request fails; 0 counts as 1. What only sets a pace
+    /// stays: intervals, pauses, and waits that slow down a sender.
+    #[must_use]
+    pub fn patient(&self, factor: u32) -> Self {
+        let factor = factor.max(1);
+        Self {
+            connect: self.connect * factor,
+            handshake: self.handshake * factor,
+            request: self.request * factor,
+            origin: self.origin * factor,
+            peer_lost: self.peer_lost * factor,
+            link_silent: self.link_silent * factor,
+            server: self.server * factor,
+            send: self.send * factor,
+            recall: self.recall * factor,
+            lease: self.lease * factor,
+            publish_lease: self.publish_lease * factor,
+            lost_after: self.lost_after * factor,
+            reconnect: self.reconnect * factor,
+            catch_up: self.catch_up * factor,
+            prepare: self.prepare * factor,
+            offer: self.offer * factor,
+            arena: self.arena * factor,
+            stall: self.stall * factor,
+            node_silent: self.node_silent * factor,
+            ..*self
+        }
+    }
+
     /// Checks the relations between the deadlines: a wait within another wait must be the shorter
     /// one.
     ///
@@ -175,7 +227,7 @@ impl Deadlines {
             ms(self.unit) < ms(self.request), "a wait for a unit is shorter than its request";
             ms(self.landing) + ms(self.request) < ms(self.offer), "an offer waits longer than the batches ahead of it may take";
             ms(self.arena) + ms(self.request) < ms(self.server), "a client waits longer than its server's wait for room and its request together";
-            ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client gives up on its server";
+            ms(self.heartbeat_interval) * 3 <= ms(self.heartbeat), "two heartbeats may be late before a client says that its server stands still";
             ms(self.heartbeat) < ms(self.server), "a client notices that its server has stopped before its own wait expires";
             ms(self.recall_after) + ms(self.recall) * 2 < ms(self.arena), "leases are revoked in time for the requests that wait for their room";
             ms(self.request) < ms(self.node_silent), "a node may miss a report before the coordinator aborts its stage-in";
@@ -206,6 +258,36 @@ mod tests {
         assert_eq!(Deadlines::DEFAULT.scaled(10).request, Duration::from_millis(500));
         assert_eq!(Deadlines::DEFAULT.scaled(10).heartbeat, Duration::from_millis(1500));
         assert_eq!(Deadlines::DEFAULT.scaled(1), Deadlines::DEFAULT);
+    }
+
+    #[test]
+    fn patience_multiplies_what_judges_and_keeps_the_pace() {
+        let defaults = Deadlines::DEFAULT;
+        for factor in 0..=Deadlines::PATIENCE_MAX {
+            assert_eq!(defaults.patient(factor).check(), Ok(()), "{factor}");
+        }
+        assert_eq!(defaults.patient(1), defaults);
+        let patient = defaults.patient(4);
+        assert_eq!((defaults.silence(), defaults.deadlock_beats()), (Duration::from_secs(110), 35));
+        assert_eq!((patient.silence(), patient.deadlock_beats()), (Duration::from_secs(440), 125));
+        let judges = [(patient.lost_after, 120), (patient.request, 20), (patient.server, 120), (patient.stall, 1200)];
+        assert_eq!(judges.map(|(found, _)| found), judges.map(|(_, seconds)| Duration::from_secs(seconds)));
+        let pace = |deadlines: Deadlines| {
+            let Deadlines {
+                redial,
+                ping_interval,
+                look_interval,
+                heartbeat_interval,
+                heartbeat,
+                recall_after,
+                lease_interval,
+                ..
+            } = deadlines;
+            let Deadlines { landing, landing_patience, views, order_idle, progress_interval, unit, last_answer, .. } = deadlines;
+            let intervals = [redial, ping_interval, look_interval, heartbeat_interval, heartbeat, recall_after, lease_interval];
+            (intervals, [landing, landing_patience, views, order_idle, progress_interval, unit, last_answer])
+        };
+        assert_eq!(pace(patient), pace(defaults));
     }
 
     #[test]

@@ -479,6 +479,8 @@ pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 pub const KEEP_ALIVE_PROBES: u32 = 3;
 /// How many times a client that waits for its server looks at the heartbeat before the heartbeat's deadline passes.
 pub const HEARTBEAT_POLLS: u32 = 20;
+/// A deadlocked server ends itself after `--lost-after`, but not before this.
+pub const DEADLOCK_TIMEOUT_MIN: Duration = Duration::from_secs(10);
 /// Time within which all servers must be ready after `up`, if `--start-timeout` is not given.
 pub const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long readers wait for blocks of compressed tars that are read again after the loss of a node, unless `--recovery-timeout` says

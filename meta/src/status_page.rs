@@ -16,7 +16,8 @@ use crate::wire::status::{Reads, SOURCES, Source};
 
 const GONE_WORD: usize = 0;
 const GENERATION_WORD: usize = 1;
-const HEARTBEAT_WORD: usize = 2;
+const TURNS_WORD: usize = 2;
+const BEATS_WORD: usize = 3;
 /// The words of the connections start on the second page.
 const FIRST_TOKEN_WORD: usize = PAGE_SIZE as usize / 8;
 const PAGE_WORDS: usize = FIRST_TOKEN_WORD + CLIENTS_MAX;
@@ -61,14 +62,24 @@ impl StatusPage {
         self.0.add(GENERATION_WORD, 1);
     }
 
-    /// Returns a number that the server changes every second while it is serving.
-    pub fn heartbeat(&self) -> u64 {
-        self.0.load(HEARTBEAT_WORD)
+    /// Returns a number that the server's runtime changes every second while it is serving.
+    pub fn turns(&self) -> u64 {
+        self.0.load(TURNS_WORD)
     }
 
-    /// Announces that the server is alive.
-    pub fn advance_heartbeat(&self) {
-        self.0.add(HEARTBEAT_WORD, 1);
+    /// Announces that the server's runtime is alive.
+    pub fn advance_turns(&self) {
+        self.0.add(TURNS_WORD, 1);
+    }
+
+    /// Returns a number that a thread of its own changes every second while the server's process runs, whatever its runtime does.
+    pub fn beats(&self) -> u64 {
+        self.0.load(BEATS_WORD)
+    }
+
+    /// Announces that the server's process runs.
+    pub fn advance_beats(&self) {
+        self.0.add(BEATS_WORD, 1);
     }
 
     /// Returns the token under which the server currently grants leases to a connection.
@@ -208,8 +219,9 @@ mod tests {
         server.set_recalled(last, true);
         server.set_recalled(last, false);
         assert!(client.holds(last, next) && !client.holds(last, token));
-        server.advance_heartbeat();
-        assert_eq!((client.heartbeat(), client.is_gone(), client.generation()), (1, false, 0));
+        server.advance_turns();
+        (0..2).for_each(|_| server.advance_beats());
+        assert_eq!((client.turns(), client.beats(), client.is_gone(), client.generation()), (1, 2, false, 0));
         assert_eq!((client.token(u32::MAX), client.is_recalled(CLIENTS_MAX as u32)), (0, false));
     }
 

@@ -249,7 +249,8 @@ impl CatchUp {
         if self.store.dataset_at(&listed.target).is_some_and(|own| must_stay(&own)) {
             return Err(Cause::Replaced(name));
         }
-        let drive = self.store.roomiest_drive();
+        let store = self.store.clone();
+        let drive = self.blocking.run(move || store.roomiest_drive()).await?;
         let mut room = Reservation::empty(&drive);
         if !(room.grow(listed.len) || self.room.make_room(listed.len).await? && room.grow(listed.len)) {
             let data_dir = drive.path().to_owned();
@@ -284,8 +285,9 @@ impl CatchUp {
         }
     }
 
-    async fn fetch_catalog(&self, drive: &Drive, from: NodeId, listed: &ListedDataset) -> Result<std::fs::File, Cause> {
-        let file = drive.unnamed_file()?;
+    async fn fetch_catalog(&self, drive: &Arc<Drive>, from: NodeId, listed: &ListedDataset) -> Result<std::fs::File, Cause> {
+        let creating = drive.clone();
+        let mut file = self.blocking.run(move || creating.unnamed_file()).await??;
         let (mut offset, mut failures) = (0, 0);
         while offset < listed.len {
             let request = ReadRequest::DatasetCatalog { dataset: listed.dataset, offset };
@@ -299,8 +301,15 @@ impl CatchUp {
             if bytes.is_empty() {
                 return Err(Cause::ShortCatalog(from));
             }
-            file.write_all_at(&bytes, offset).map_err(|error| drive.failure(error))?;
-            offset += bytes.len() as u64;
+            let len = bytes.len() as u64;
+            let writing = self.blocking.run(move || {
+                let written = file.write_all_at(&bytes, offset);
+                (file, written)
+            });
+            let (returned, written) = writing.await?;
+            file = returned;
+            written.map_err(|error| drive.failure(error))?;
+            offset += len;
         }
         Ok(file)
     }

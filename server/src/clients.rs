@@ -261,6 +261,8 @@ impl Client {
             connection: self.holder.connection(),
             server_timeout_ms: deadlines.server.as_millis() as u32,
             heartbeat_timeout_ms: deadlines.heartbeat.as_millis() as u32,
+            silence_timeout_ms: deadlines.silence().as_millis() as u32,
+            deadlock_beats: deadlines.deadlock_beats(),
         };
         let (status_page, counters) = context.store.shared_files();
         let (arena, marks) = context.arena.files();
@@ -332,14 +334,17 @@ impl Client {
     /// Creates an unnamed file for a program that needs a real file. The space is not reserved, because the server
     /// does not see when the program is done with the file.
     async fn spill(&self, len: u64) -> io::Result<()> {
-        let drive = self.context.store.roomiest_drive();
-        let (node, path) = (self.context.node, drive.path().display());
-        if drive.free() < len {
-            return self.refuse(&format!("node {node} has no room for a copy of {len} bytes on '{path}'")).await;
-        }
-        match drive.unnamed_file() {
+        let (store, node) = (self.context.store.clone(), self.context.node);
+        let created = self.context.blocking.run(move || {
+            let drive = store.roomiest_drive();
+            if drive.free() < len {
+                return Err(format!("node {node} has no room for a copy of {len} bytes on '{}'", drive.path().display()));
+            }
+            drive.unnamed_file().map_err(|error| format!("node {node} cannot create a file: {error}"))
+        });
+        match created.await.map_err(io::Error::other)? {
             Ok(file) => self.sender.send(&FromServer::Spill, &[&file]).await,
-            Err(error) => self.refuse(&format!("node {node} cannot create a file: {error}")).await,
+            Err(reason) => self.refuse(&reason).await,
         }
     }
 }

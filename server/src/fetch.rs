@@ -23,7 +23,8 @@
 //! - All bytes are verified before a process can see them, and before they are cached.
 //! - Every wait has a deadline: a request waits at most `Deadlines::arena` for room and at most `Deadlines::request` for the
 //!   answer to a message, and a joined request ends with the fetch that it joined. A request waits longer only for the parallel
-//!   file system, at most `Deadlines::origin` after the last chunk has arrived.
+//!   file system, at most `Deadlines::origin` after the last chunk has arrived. Whoever wants a chunk asks again as long as its owner
+//!   may only stand still; `Peers::is_waited_for` ends that.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
 //!   already has room for it. So requests cannot wait for each other in a cycle.
 //!
@@ -361,9 +362,15 @@ impl Fetcher {
                 Ok(received) => received,
                 Err(error) => {
                     is_silent = self.note_absence(owner, &dataset, &error);
+                    // A node that stands still is asked again.
+                    let has_others = |chunk| is_silent && self.has_other_source(&dataset, chunk);
+                    let is_waited_for = matches!(&error, ReadError::Peer(error) if self.peers.is_waited_for(owner, error));
+                    if is_waited_for && !remaining.iter().all(|&number| has_others(chunks[number])) {
+                        sleep(self.peers.deadlines().progress_interval).await;
+                    }
                     for number in remaining {
                         let chunk = chunks[number];
-                        outcomes[number] = Err(match is_silent && self.has_other_source(&dataset, chunk) {
+                        outcomes[number] = Err(match is_waited_for || has_others(chunk) {
                             true => FetchError::AskOthers,
                             false => read_error(&dataset, chunk, error.clone()),
                         });
@@ -500,6 +507,7 @@ impl Fetcher {
         if let Some(counter) = counter {
             counter.add(count as u64, bytes, start.elapsed());
         }
+        self.peers.has_served(owner);
         self.remote.add(count as u64, bytes);
         reply.verify(&*self.blocking, dataset, chunks).await
     }

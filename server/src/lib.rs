@@ -89,6 +89,7 @@
 //! ```
 
 mod arena;
+mod beats;
 pub mod blocking;
 mod cache_writer;
 mod catch_up;

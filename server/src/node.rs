@@ -12,6 +12,8 @@ use dayfly_meta::status_page::StatusPage;
 use dayfly_stagein::origin::{SharedFiles, SystemFiles};
 use dayfly_transport::tcp::{Identity, Purpose};
 use dayfly_transport::{Ability, Agreement, Service, Serving, Transport};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use tokio::sync::Semaphore;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, sleep};
@@ -19,6 +21,7 @@ use tracing::Instrument;
 
 use crate::Config;
 use crate::arena::Arena;
+use crate::beats::Beats;
 use crate::blocking::{Blocking, Threads};
 use crate::cache_writer::CacheWriter;
 use crate::catch_up::{CatchUp, CatchUpError};
@@ -60,6 +63,15 @@ pub enum StartError {
         #[source]
         error: io::Error,
     },
+    /// The thread that shows programs that this server runs cannot be started.
+    #[error("cannot start a thread for the status page in '{}': {error}", folder.display())]
+    Beats {
+        /// The session's folder.
+        folder: PathBuf,
+        /// The system's error.
+        #[source]
+        error: io::Error,
+    },
     /// The socket for local processes cannot be created.
     #[error("cannot create the socket for programs in '{}': {error}", folder.display())]
     Socket {
@@ -71,13 +83,13 @@ pub enum StartError {
     },
 }
 
-/// Advances the heartbeat on the status page, so that this node's processes can see that the server's runtime is alive.
-async fn advance_heartbeat(status_page: Arc<StatusPage>, interval: Duration) {
+/// Advances a word of the status page, so that this node's processes can see that the server's runtime is alive.
+async fn advance_turns(status_page: Arc<StatusPage>, interval: Duration) {
     let mut ticks = tokio::time::interval(interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        status_page.advance_heartbeat();
+        status_page.advance_turns();
     }
 }
 
@@ -95,6 +107,7 @@ struct Running {
     _service: Arc<dyn Service>,
     _clients: ClientListener,
     _tasks: JoinSet<()>,
+    _beats: Option<Beats>,
 }
 
 /// The parts of a node. None of them refers to the node.
@@ -303,7 +316,25 @@ impl Node {
         let wanted = config.listen;
         let listen = |error| StartError::Listen { address: wanted, error };
         let (transport, address) = dayfly_transport::open(identity, config.listen, &config.network).await.map_err(listen)?;
-        Self::start_on(config, decorate(transport), address, Arc::new(Threads), Arc::new(SystemFiles)).await
+        let node = Self::start_on(config, decorate(transport), address, Arc::new(Threads), Arc::new(SystemFiles)).await?;
+        let folder = node.parts.config.runtime_dir.clone();
+        let beats = node.start_beats().map_err(|error| StartError::Beats { folder, error })?;
+        if let Some(running) = &mut *node.running.lock().unwrap_or_else(PoisonError::into_inner) {
+            running._beats = Some(beats);
+        }
+        Ok(node)
+    }
+
+    /// Starts the beats. If the runtime is deadlocked, the process ends, so that another server can take its place.
+    fn start_beats(&self) -> io::Result<Beats> {
+        let deadlines = &self.parts.config.deadlines;
+        let (node, patience) = (self.parts.config.node, deadlines.deadlock());
+        Beats::start(self.parts.store.status_page().clone(), deadlines.heartbeat_interval, patience, move || {
+            let seconds = patience.as_secs_f64();
+            tracing::error!(%node, "this server ends, because its runtime has made no turn for {seconds} s while its process ran");
+            // Nothing else can end a process whose runtime is deadlocked. It cannot fail for this process itself.
+            let _ = kill(Pid::this(), Signal::SIGKILL);
+        })
     }
 
     /// Like [`Self::start`], but with a transport that is already open. Peers reach this node at `address`. Blocking work runs
@@ -342,9 +373,9 @@ impl Node {
         let mut tasks = JoinSet::new();
         tasks.spawn(caching);
         tasks.spawn(parts.coordinator.clone().follow_roster());
-        tasks.spawn(advance_heartbeat(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
+        tasks.spawn(advance_turns(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
         tasks.spawn(parts.recovery().run());
-        let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks };
+        let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks, _beats: None };
         tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))
     }

@@ -14,6 +14,7 @@ mod loopback;
 mod pull_bytes;
 mod roster_cell;
 mod suspects;
+mod waits;
 
 use std::io;
 use std::net::SocketAddr;
@@ -37,6 +38,7 @@ use loopback::Loopback;
 use roster_cell::RosterCell;
 pub(crate) use roster_cell::RosterChanges;
 use suspects::Suspects;
+use waits::Waits;
 
 /// Why a peer could not be asked, or why it did not do what it was asked.
 #[derive(Debug, thiserror::Error)]
@@ -88,6 +90,12 @@ impl PeerError {
             if error.kind() == io::ErrorKind::ConnectionRefused)
     }
 
+    /// Returns whether a node that could not be reached may only be too busy.
+    fn may_be_busy(&self) -> bool {
+        matches!(self, Self::Transport(TransportError::Lost { cause: LossCause::Unreachable(error), .. })
+            if waits::is_of_busy_peer(error.kind()))
+    }
+
     /// Converts the error into the rejection with which this node answers another node. A peer's rejection keeps its kind; most
     /// other errors mean that a peer failed.
     pub(crate) fn into_rejection(self) -> Rejection {
@@ -110,6 +118,7 @@ pub(crate) struct Peers {
     roster: RosterCell,
     loopback: OnceLock<Arc<Loopback>>,
     suspects: Suspects,
+    waits: Waits,
     /// Memory for the bytes of runs and catalogs. These bytes do not belong in the arena.
     exchange: Region,
     damage: Arc<Damage>,
@@ -125,9 +134,9 @@ impl Peers {
         damage: Arc<Damage>,
         deadlines: Deadlines,
     ) -> Self {
-        let (dialers, loopback, suspects) = (OnceLock::new(), OnceLock::new(), Suspects::new());
+        let (dialers, loopback, suspects, waits) = (OnceLock::new(), OnceLock::new(), Suspects::new(), Waits::default());
         let roster = RosterCell::new(Roster::new(&[]));
-        Self { node, transport, dialers, roster, loopback, suspects, exchange, damage, deadlines }
+        Self { node, transport, dialers, roster, loopback, suspects, waits, exchange, damage, deadlines }
     }
 
     /// Returns the number of this node.
@@ -167,6 +176,7 @@ impl Peers {
                 if now.incarnation > before.incarnation {
                     dialer.redirect(now.address);
                     self.suspects.remove(node);
+                    self.waits.end(node);
                 }
             }
             self.suspects.set_lost(changed.lost());
@@ -186,10 +196,21 @@ impl Peers {
 
     /// Connects to the peers that this node needs to reach at the start of a session.
     pub(crate) async fn meet(&self) -> Result<(), PeerError> {
-        let connecting = met_at_start(self.node.index(), self.count())
-            .into_iter()
-            .map(|node| async move { self.connection(NodeId(node as u16), START_TIMEOUT).await.map(drop) });
+        let nodes = met_at_start(self.node.index(), self.count()).into_iter();
+        let connecting = nodes.map(|node| self.meet_one(NodeId(node as u16)));
         futures_util::future::try_join_all(connecting).await.map(drop)
+    }
+
+    /// Connects to a peer. One that is too busy to answer in time is dialed again.
+    async fn meet_one(&self, node: NodeId) -> Result<(), PeerError> {
+        let mut patience = Patience::new(START_TIMEOUT);
+        loop {
+            match self.connection(node, START_TIMEOUT).await {
+                Err(error) if error.may_be_busy() && patience.spend() < START_TIMEOUT / 2 => {}
+                met => return met.map(drop),
+            }
+            patience.pause(self.deadlines.redial).await;
+        }
     }
 
     /// Returns the number of nodes in the session, this one included; 0 before the roster is known.
@@ -333,6 +354,7 @@ impl Patience {
     /// Counts the try that has just ended. Returns the length of all.
     fn spend(&mut self) -> Duration {
         self.spent += self.asked_at.elapsed().min(self.timeout);
+        self.asked_at = Instant::now();
         self.spent
     }
 
@@ -372,7 +394,67 @@ fn met_at_start(node: usize, count: usize) -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use async_trait::async_trait;
+    use dayfly_meta::wire::status::Network;
+    use dayfly_transport::{Ability, Agreement, Serving};
+
     use super::*;
+
+    /// The first dials fail as those of a busy peer do, and then the peer has another key.
+    struct Busy {
+        dials: AtomicUsize,
+        busy: &'static [io::ErrorKind],
+    }
+
+    #[async_trait]
+    impl Transport for Busy {
+        fn region(&self, len: u64) -> io::Result<Region> {
+            Region::new(len)
+        }
+
+        async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+            let dial = self.dials.fetch_add(1, Ordering::Relaxed);
+            let kind = self.busy.get(dial).copied().unwrap_or(io::ErrorKind::PermissionDenied);
+            Err(TransportError::Lost { peer, address, cause: LossCause::unreachable(kind.into()) })
+        }
+
+        async fn serve(&self, _service: Arc<dyn Service>) -> io::Result<Serving> {
+            Err(io::ErrorKind::Unsupported.into())
+        }
+
+        fn ability(&self) -> Ability {
+            Ability { rdma: Err("none".to_owned()) }
+        }
+
+        fn agree(&self, _agreement: Agreement) {}
+
+        fn fallen_back(&self) -> Vec<(NodeId, String)> {
+            Vec::new()
+        }
+
+        fn status(&self) -> Network {
+            Network::default()
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn at_the_start_a_busy_peer_is_dialed_again_and_one_that_refuses_is_not() {
+        use io::ErrorKind::{ConnectionReset, TimedOut, UnexpectedEof};
+        let addresses = ["127.0.0.1:1", "127.0.0.1:2"].map(|address| address.parse().unwrap());
+        for (busy, dials) in
+            [(&[TimedOut, ConnectionReset, TimedOut, UnexpectedEof][..], 5..=5), (&[], 1..=1), (&[TimedOut; 200], 10..=40)]
+        {
+            let transport = Arc::new(Busy { dials: AtomicUsize::new(0), busy });
+            let exchange = Region::new(1 << 20).unwrap();
+            let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
+            peers.set_roster(&addresses);
+            assert!(peers.meet().await.is_err());
+            let dialed = transport.dials.load(Ordering::Relaxed);
+            assert!(dials.contains(&dialed), "{dialed} dials of a peer that is {busy:?}");
+        }
+    }
 
     #[test]
     fn a_node_connects_to_all_peers_in_a_small_session_and_to_a_few_in_a_large_one() {

@@ -150,7 +150,10 @@ pub(crate) fn explains(event: Event, observed: Observed<'_>, observer: Observer)
         // A stopped node misses the answers of its peers, and they miss its answers.
         Fault::Stop(Victim::Server(node)) => match cause {
             Cause::NodeLost => nodes.contains(&node) && !is_promised || observer.node == node,
-            Cause::OwnServer => observer.node == node,
+            // Readers wait for their server.
+            Cause::OwnServer => observer.node == node && observer.reader.is_none(),
+            // A stage-in ends if the node is lost on which it was requested.
+            Cause::Cancelled => observer.node == node && observer.reader.is_none(),
             Cause::Io | Cause::NotKept => !is_promised || observer.node == node,
             _ => false,
         },
@@ -190,7 +193,8 @@ fn is_explained_by_loss(node: u16, observed: Observed<'_>, observer: Observer) -
         Cause::FewNodes => true,
         // A server that exits on its own reports that its data is gone.
         Cause::Gone => observer.node == node || nodes.contains(&node) && !is_promised,
-        Cause::NoName => observer.node == node && observer.reader.is_none(),
+        // A stage-in ends if the node is lost on which it was requested.
+        Cause::NoName | Cause::Cancelled => observer.node == node && observer.reader.is_none(),
         Cause::Io | Cause::NotKept => !is_promised || observer.node == node,
         _ => false,
     }

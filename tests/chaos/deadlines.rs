@@ -35,7 +35,7 @@ fn deadlines() -> Deadlines {
 pub(crate) fn of_reader(what: &str) -> Duration {
     // A large file is requested piece by piece and a batch in parts, but a reader waits only once for a stopped server.
     let waits = if what.starts_with("read") || what.starts_with("cat") || what.contains("batch") { 3 } else { 2 };
-    deadlines().server * waits + deadlines().arena + RECOVERY_TIMEOUT + SLACK
+    (deadlines().server + deadlines().origin) * waits + deadlines().arena + RECOVERY_TIMEOUT + SLACK
 }
 
 /// Returns the time limit for a command that sends requests to all servers and waits for all of them.

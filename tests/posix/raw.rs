@@ -102,7 +102,8 @@ fn after_the_server_died_a_program_without_the_library_s_descriptors_gets_no_wro
 }
 
 /// SEMANTICS: "dup2 onto one of the library's own descriptors moves that descriptor to another
-/// number. If another thread keeps using the descriptor for a second, dup2 fails with EBUSY."
+/// number. If another thread keeps using the descriptor for 5 s, or if `dup2` is called by a signal handler that interrupted a use,
+/// dup2 fails with EBUSY."
 #[test]
 fn the_library_s_descriptors_look_closed_and_give_way() {
     let run = |ground: &Ground, root: &Path| {

@@ -129,3 +129,50 @@ while True:
     assert_eq!(status.and_then(|status| status.signal()), Some(15), "after {:?}", begin.elapsed());
     cluster.down();
 }
+
+/// SEMANTICS: "If the server stands still, a signal with a handler waits for at most 2 s. After the handler, the call begins again;
+/// `open` and `read` fail with EINTR if the handler was set without SA_RESTART."
+#[test]
+fn handlers_run_while_the_server_stands_still() {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("d")).unwrap();
+    (0..40).for_each(|number| fs::write(ground.at(format!("d/{number}")), "a sample").unwrap());
+    let cluster = ground.up_with(2, &[]);
+    cluster.stage_compressed("d", "/dayfly/d");
+    cluster.ok(&["tune", "--cache", "off"]);
+    // The interpreter's own handler only takes note of a signal. What the program has set runs when a call returns, for example with
+    // EINTR, after which the interpreter makes the call again.
+    let program = "
+import os, signal, sys
+files = [os.open(f'/dayfly/d/{number}', os.O_RDONLY) for number in range(40)]
+signal.signal(signal.SIGUSR1, lambda *_: print('handled', flush=True))
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print(os.getpid(), flush=True)
+while True:
+    for file in files: assert os.pread(file, 10, 0) == b'a sample'
+    with open('/dayfly/d/0') as again: assert again.read() == 'a sample'
+";
+    let mut command = cluster.dayfly();
+    command.args(["exec", "--node", "0", "--", "python3", "-c", program]);
+    let mut python = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(python.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let pid: i32 = lines.next().unwrap().parse().unwrap();
+    let server = cluster.pids()[&0];
+    signal(server, Signal::SIGSTOP);
+    for _ in 0..3 {
+        signal(pid, Signal::SIGUSR1);
+        // A program that waited for the server would fail first.
+        assert_eq!(lines.next().as_deref(), Some("handled"));
+    }
+    // It reads on where it was.
+    signal(server, Signal::SIGCONT);
+    signal(pid, Signal::SIGUSR1);
+    assert_eq!(lines.next().as_deref(), Some("handled"));
+    std::thread::sleep(Duration::from_secs(1));
+    signal(server, Signal::SIGSTOP);
+    signal(pid, Signal::SIGTERM);
+    let status = wait_for(&mut python, Duration::from_secs(30));
+    signal(server, Signal::SIGCONT);
+    assert_eq!(status.and_then(|status| status.code()), Some(7));
+    cluster.down();
+}

@@ -17,6 +17,7 @@ use std::process::ExitCode;
 use failure::Failure;
 
 fn main() -> ExitCode {
+    dayfly_client::notice::show_with(|message| failure::complain(message));
     let result = match args::Arguments::parse_line(env::args_os()) {
         Ok(arguments) => arguments.check().map_err(Failure::usage).and_then(|()| commands::run(arguments.command)),
         Err(error) => failure::report_arguments(error),

@@ -22,7 +22,7 @@ use crate::memory::{Errno, FromC};
 use crate::stat_form::kernel_form;
 use dataset::{DatasetHandle, SampleFacts, exactly, given};
 use many::{FileRequest, SampleView};
-use message::{Failure, answer, at};
+use message::{Failure, answer, answer_once, at};
 
 /// A function of the program that is called with a sample's path, the sample's size in bytes, and the program's context.
 type VisitSample = Option<extern "C" fn(*const c_char, u64, *mut c_void) -> c_int>;
@@ -264,7 +264,7 @@ header! {
         see: VisitSample,
         context: *mut c_void,
     ) -> c_int {
-        answer(|| {
+        answer_once(|| {
             visit_samples(object(session)?, bytes(path)?, see, context, |samples, _, visit| {
                 first_nonzero(samples.epoch(seed, epoch).map(visit))
             })
@@ -272,7 +272,7 @@ header! {
     }
 
     fn dayfly_local(session: FromC<*const View>, path: FromC<*const c_char>, see: VisitSample, context: *mut c_void) -> c_int {
-        answer(|| {
+        answer_once(|| {
             let view = object(session)?;
             visit_samples(view, bytes(path)?, see, context, |samples, dataset, visit| {
                 let order = samples.local(dataset, view.session().node(), view.session().nodes());
@@ -282,7 +282,7 @@ header! {
     }
 
     fn dayfly_list(session: FromC<*const View>, path: FromC<*const c_char>, see: VisitEntry, context: *mut c_void) -> c_int {
-        answer(|| {
+        answer_once(|| {
             let see = see.ok_or(libc::EINVAL)?;
             let path = bytes(path)?;
             let directory = object(session)?.open_directory(path).map_err(at(path))?;

@@ -6,7 +6,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use dayfly_client::{ClientError, ViewError, cancellation};
+use dayfly_client::cancellation::{self, AfterHandlers, Attempts};
+use dayfly_client::{ClientError, ViewError};
 use dayfly_meta::path::display;
 use dayfly_meta::text::without_os_numbers;
 
@@ -44,7 +45,7 @@ impl From<ViewError> for Fault {
         }
         // A bad buffer is the program's fault, and its errno says all there is to say.
         if let ViewError::Client(error) = &error
-            && !matches!(error, ClientError::Buffer)
+            && !matches!(error, ClientError::Buffer | ClientError::Interrupted)
         {
             complain(&error.to_string());
         }
@@ -60,24 +61,59 @@ impl From<ClientError> for Fault {
 
 /// Runs a call on the namespace and returns as C functions do: `errno` stays as it was unless the call fails, and a panic becomes
 /// EIO instead of unwinding into C. In the meantime, nobody can cancel the thread, and the program's signal handlers wait. The
-/// wait is short, because `work` waits for nothing but the server.
-pub(crate) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
+/// wait is short, because `work` waits for nothing but the server. If the server stands still, `work` runs again after the handlers.
+pub(crate) fn answer<R: Failed>(mut work: impl FnMut() -> Result<R, Fault>) -> R {
+    finish(false, || {
+        let _deferral = cancellation::uninterrupted();
+        work()
+    })
+}
+
+/// Like [`answer`], for work that must not run again: the handlers wait until it is done.
+pub(crate) fn answer_once<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
+    let _whole = cancellation::Whole::begin();
     let _deferral = cancellation::uninterrupted();
-    answer_from_memory(work)
+    let before = memory::errno();
+    complete(before, std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))).unwrap_or_else(memory::fail)
 }
 
 /// Like [`answer`], for calls that hardly ever make a system call. Where `work` makes one that is a cancellation point, it holds
 /// a [`cancellation::Deferral`] itself.
-pub(crate) fn answer_from_memory<R: Failed>(work: impl FnOnce() -> Result<R, Fault>) -> R {
-    let before = memory::errno();
-    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
+pub(crate) fn answer_from_memory<R: Failed>(work: impl FnMut() -> Result<R, Fault>) -> R {
+    finish(false, work)
+}
+
+/// Like [`answer_from_memory`], for calls that may fail with EINTR if the program's handlers want that.
+pub(crate) fn answer_until_signal<R: Failed>(work: impl FnMut() -> Result<R, Fault>) -> R {
+    finish(true, work)
+}
+
+/// Like [`answer_from_memory`]. `may_fail` says whether the call may fail with EINTR if the program's handlers want that.
+pub(crate) fn finish<R: Failed>(may_fail: bool, mut work: impl FnMut() -> Result<R, Fault>) -> R {
+    let (before, attempts) = (memory::errno(), Attempts::begin());
+    loop {
+        let errno = match complete(before, std::panic::catch_unwind(std::panic::AssertUnwindSafe(&mut work))) {
+            Ok(value) => return value,
+            Err(errno) => errno,
+        };
+        // What failed for another reason fails again, or has already had an effect.
+        match (errno == libc::EINTR).then(|| attempts.is_another(may_fail)).flatten() {
+            None => return memory::fail(errno),
+            Some(AfterHandlers::Fail) => return memory::fail(libc::EINTR),
+            Some(AfterHandlers::BeginAgain) => {}
+        }
+    }
+}
+
+/// Restores errno if the work has succeeded. Returns the error number if it has not.
+fn complete<R>(before: Errno, result: std::thread::Result<Result<R, Fault>>) -> Result<R, Errno> {
     match result {
         Ok(Ok(value)) => {
             memory::set_errno(before);
-            value
+            Ok(value)
         }
-        Ok(Err(fault)) => memory::fail(fault.errno()),
-        Err(_) => memory::fail(libc::EIO),
+        Ok(Err(fault)) => Err(fault.errno()),
+        Err(_) => Err(libc::EIO),
     }
 }
 
@@ -86,6 +122,12 @@ pub(crate) fn answer_from_memory<R: Failed>(work: impl FnOnce() -> Result<R, Fau
 pub(crate) fn complain(message: &str) {
     static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
     tell_once(&HAS_COMPLAINED, message);
+}
+
+/// Prints a line about a server that this process waits for. A process prints the first such line only, unless `DAYFLY_LOG` is set.
+pub(crate) fn notify(message: &str) {
+    static HAS_NOTIFIED: AtomicBool = AtomicBool::new(false);
+    tell_once(&HAS_NOTIFIED, message);
 }
 
 /// Prints a line if it is the first of its kind, or if `DAYFLY_LOG` is set.

@@ -89,6 +89,7 @@ static HEAP: heap::Heap = heap::Heap;
 extern "C" fn start() {
     fault::read_environment();
     calls::prepare();
+    dayfly_client::notice::show_with(fault::notify);
     if setup::read_environment() {
         vfork::set_home();
         cwd::inherit();

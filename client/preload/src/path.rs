@@ -17,7 +17,7 @@ use dayfly_meta::limits::SYMLINKS_FOLLOWED_MAX;
 
 use crate::attach::{known_view, view};
 use crate::descriptor_link::{descriptor_link, directory_link, link_number};
-use crate::fault::{Fault, answer_from_memory};
+use crate::fault::{Fault, finish};
 use crate::memory::{self, Failed, FromC};
 use crate::setup::{Setup, setup};
 use crate::{cwd, table};
@@ -184,7 +184,21 @@ pub(crate) fn at<R: Failed>(
 ) -> R {
     match side_of(directory, path) {
         Side::Kernel => kernel(directory, path),
-        Side::Ours(path) => in_namespace(&path, &ours, &kernel),
+        Side::Ours(path) => in_namespace(&path, false, &ours, &kernel),
+    }
+}
+
+/// Like [`at`], for a call that may fail with EINTR if the program's handlers want that.
+#[inline]
+pub(crate) fn at_until_signal<R: Failed>(
+    directory: RawFd,
+    path: FromC<*const c_char>,
+    ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
+    kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
+) -> R {
+    match side_of(directory, path) {
+        Side::Kernel => kernel(directory, path),
+        Side::Ours(path) => in_namespace(&path, true, &ours, &kernel),
     }
 }
 
@@ -203,7 +217,7 @@ pub(crate) fn at_or_itself<R: Failed>(
 ) -> R {
     let is_itself = flags & libc::AT_EMPTY_PATH != 0 && path.path().is_some_and(CStr::is_empty);
     match table::find(directory).filter(|open| is_itself && !open.is_symlink()).and_then(|open| path_of(&open)) {
-        Some(path) => in_namespace(&path, &ours, &kernel),
+        Some(path) => in_namespace(&path, false, &ours, &kernel),
         None => at(directory, path, ours, kernel),
     }
 }
@@ -215,11 +229,11 @@ enum Outcome<R> {
 }
 
 #[inline(never)]
-fn in_namespace<R: Failed>(path: &[u8], ours: OnNamespace<'_, R>, kernel: OnKernel<'_, R>) -> R {
+fn in_namespace<R: Failed>(path: &[u8], may_fail: bool, ours: OnNamespace<'_, R>, kernel: OnKernel<'_, R>) -> R {
     let mut path = Cow::Borrowed(path);
     // A symlink may lead out of the namespace, to a path that leads back in.
     for _ in 0..SYMLINKS_FOLLOWED_MAX {
-        let outcome = answer_from_memory(|| match view().and_then(|view| ours(&view, &path)) {
+        let outcome = finish(may_fail, || match view().and_then(|view| ours(&view, &path)) {
             Ok(value) => Ok(Outcome::Answer(value)),
             Err(Fault::Leaves(outside)) => Ok(Outcome::Outside(CString::new(outside).map_err(|_| libc::ENOENT)?)),
             Err(fault) => Err(fault),

@@ -70,6 +70,7 @@ mod _dayfly {
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         super::fork::register();
         super::wait::let_signals_interrupt();
+        super::wait::show_long_waits();
         super::memory::keep_freed_memory();
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("NO_OWNER", super::dataset::NO_OWNER)

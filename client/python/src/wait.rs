@@ -6,8 +6,9 @@
 //! main thread runs handlers.
 
 use std::cell::RefCell;
+use std::io::Write;
 
-use dayfly_client::{ClientError, interruption};
+use dayfly_client::{ClientError, interruption, notice};
 use pyo3::exceptions::PyKeyboardInterrupt;
 use pyo3::prelude::*;
 
@@ -34,6 +35,12 @@ pub(crate) fn let_signals_interrupt() {
         }
         is_raised
     });
+}
+
+/// Shows the user, on standard error, that a call of this module waits for the server.
+pub(crate) fn show_long_waits() {
+    // Without standard error, nobody can be told.
+    notice::show_with(|message| drop(writeln!(std::io::stderr(), "dayfly: {message}")));
 }
 
 /// Runs `work`, which may wait, while other threads run Python code.

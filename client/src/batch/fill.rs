@@ -124,6 +124,9 @@ impl Session {
         }
         filling.read_alone();
         let mut sizes = filling.sizes;
+        if sizes.iter().any(|size| matches!(size, Err(ClientError::Interrupted))) {
+            return Err(ClientError::Interrupted);
+        }
         match sizes.iter().position(Result::is_err) {
             Some(first) if on_missing == OnMissing::Fail => Err(sizes.swap_remove(first).err().unwrap_or(ClientError::Gone)),
             _ => Ok(sizes),

@@ -8,7 +8,7 @@ use dayfly_meta::id::DatasetId;
 use dayfly_meta::limits::BATCH_BLOCKS_MAX;
 use dayfly_meta::wire::status::Source;
 
-use super::{Batch, ItemState, LeasedSample, SampleRef};
+use super::{Batch, Delivery, ItemState, LeasedSample, SampleRef};
 use crate::attachment::{Attachment, Connection};
 use crate::fetch::{ArrivedChunk, receive_chunks, release, request_for};
 use crate::{ClientError, Session};
@@ -26,23 +26,42 @@ pub(super) struct RemoteChunks {
 }
 
 impl<S: Deref<Target = Session>> Batch<S> {
+    /// Returns whether the connection failed, so that the batch ends before its last sample.
+    pub fn is_broken(&self) -> bool {
+        self.is_broken
+    }
+
+    /// Makes a later call deliver an item whose read was interrupted.
+    pub(super) fn put_back(&mut self, index: usize) {
+        self.can_go_on = true;
+        match self.delivery {
+            Delivery::InOrder => self.next = index,
+            Delivery::AsAvailable => self.arrived.push_front(index),
+        }
+    }
+
     /// Sends the next request, if chunks are waiting. The request names as many chunks of one dataset as a message may name. No
     /// other request may be in flight.
     pub(super) fn send_request(&mut self) -> Result<(), ClientError> {
-        let Some(mut entry) = self.remote.waiting.first_entry() else { return Ok(()) };
+        if self.remote.waiting.is_empty() {
+            return Ok(());
+        }
+        if self.session.is_gone() {
+            return Err(ClientError::Gone);
+        }
+        if self.remote.connection.is_none() {
+            let taken = self.session.take_connection();
+            self.remote.connection = Some(taken.inspect_err(|error| self.can_go_on = matches!(error, ClientError::Interrupted))?);
+        }
+        let (Some(mut entry), Some(connection)) = (self.remote.waiting.first_entry(), &mut self.remote.connection) else {
+            return Ok(());
+        };
         let dataset = *entry.key();
         let count = entry.get().len().min(BATCH_BLOCKS_MAX);
         let requested: Vec<(usize, Chunk)> = entry.get_mut().drain(..count).collect();
         if entry.get().is_empty() {
             entry.remove();
         }
-        if self.session.is_gone() {
-            return Err(ClientError::Gone);
-        }
-        let connection = match &mut self.remote.connection {
-            Some(connection) => connection,
-            none => none.insert(self.session.take_connection()?),
-        };
         self.remote.is_in_flight = true;
         let chunks = requested.iter().map(|(_, chunk)| *chunk).collect();
         self.remote.requested = requested.into_iter().map(Some).collect();
@@ -67,7 +86,13 @@ impl<S: Deref<Target = Session>> Batch<S> {
         };
         // After a failure the request stays in flight. When the batch is dropped, its views end and then the connection is
         // closed, so that no later request mistakes a late answer for its own.
-        let answer = receive_chunks(socket, self.remote.requested.len())?;
+        let answer = match receive_chunks(socket, self.remote.requested.len()) {
+            Err(ClientError::Interrupted) => {
+                self.can_go_on = !socket.is_midway();
+                return Err(ClientError::Interrupted);
+            }
+            answer => answer?,
+        };
         let (is_held, is_last, is_empty) = (answer.is_held(attachment), answer.is_last, answer.is_empty());
         self.remote.is_in_flight = !is_last;
         if is_held {

@@ -91,8 +91,12 @@ pub enum FromServer {
         connection: u32,
         /// How long the client waits for the server, in milliseconds.
         server_timeout_ms: u32,
-        /// How long the heartbeat may stand still while the client waits, in milliseconds.
+        /// How long the heartbeat may stand still before the client says that it waits, in milliseconds.
         heartbeat_timeout_ms: u32,
+        /// How long the heartbeat may stand still while the client waits, in milliseconds.
+        silence_timeout_ms: u32,
+        /// The number of beats without a turn after which the client gives the server up.
+        deadlock_beats: u32,
     },
     /// A dataset. Descriptors: its catalog, its locations, then its segments by drive.
     Dataset {

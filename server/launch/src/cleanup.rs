@@ -55,12 +55,12 @@ pub fn sweep_patiently(runtime_dir: &Path, data_dirs: &[PathBuf]) -> Result<usiz
 }
 
 /// Removes an ended session's folders. Waits a moment for servers that are about to exit; they may
-/// also remove the folders.
+/// also remove the folders. Returns whether they are gone.
 ///
 /// # Errors
 /// Fails if a folder cannot be removed.
-pub fn remove_soon(location: &SessionFolder) -> Result<(), LaunchError> {
-    remove_until(location, Instant::now() + EXIT_TIMEOUT).map(drop)
+pub fn remove_soon(location: &SessionFolder) -> Result<bool, LaunchError> {
+    remove_until(location, Instant::now() + EXIT_TIMEOUT)
 }
 
 /// Removes a session's folders unless it still has servers or a supervisor. Returns whether they

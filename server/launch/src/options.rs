@@ -31,6 +31,8 @@ pub struct SessionOptions {
     pub stage_in_timeout: Option<Duration>,
     /// How long a server may be silent before it counts as lost. `None`: the default.
     pub lost_after: Option<Duration>,
+    /// The factor of [`dayfly_meta::deadlines::Deadlines::patient`]. Options that set a deadline override it.
+    pub patience: u32,
     /// Whether the supervisor starts a new server in the place of one that has died.
     pub restarts_lost: bool,
     /// The absolute path below which programs see the namespace.
@@ -70,6 +72,7 @@ impl Default for SessionOptions {
             recovery_timeout: None,
             stage_in_timeout: None,
             lost_after: None,
+            patience: 1,
             restarts_lost: true,
             prefix: b"/dayfly".to_vec(),
             transport: Preference::Auto,

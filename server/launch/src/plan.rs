@@ -52,7 +52,7 @@ impl SessionPlan {
             return Err(LaunchError::ArenaTooLarge { maximum: ARENA_LEN_MAX });
         }
         stage_in_memory::check(options.stage_in_memory, options.stage_in_workers)?;
-        let mut deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor);
+        let mut deadlines = Deadlines::DEFAULT.scaled(options.deadlines_divisor).patient(options.patience);
         if let Some(timeout) = options.stage_in_timeout {
             deadlines.stall = timeout;
         }

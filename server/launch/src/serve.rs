@@ -47,8 +47,6 @@ const INVITATION_LEN_MAX: usize = 1 << 20;
 /// The pause between two attempts to connect to the supervisor. A busy supervisor resets the
 /// connections that it cannot hold.
 const CONNECT_RETRY_INTERVAL: Duration = Duration::from_millis(300);
-/// How long a server tries to connect.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A server that has its invitation but has not contacted the supervisor yet.
 pub struct InvitedServer {
@@ -187,7 +185,8 @@ async fn wait_for_below(below: Option<&mut LauncherProcesses>, invitation: &Invi
 
 /// Connects to the supervisor, and retries if it is too busy to accept.
 async fn connect(session: SessionId, key: &Arc<Key>, invitation: &Invitation, names: &[String]) -> Result<Channel, LaunchError> {
-    let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms).min(CONNECT_TIMEOUT);
+    // The rest of the time is for the other servers, which report what they miss.
+    let deadline = Instant::now() + Duration::from_millis(invitation.start_timeout_ms) / 2;
     loop {
         let error = match channel::dial(session, key, invitation.settings.deadlines, &invitation.supervisor).await {
             Ok(channel) => return Ok(channel),

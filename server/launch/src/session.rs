@@ -122,7 +122,9 @@ impl Drop for RunningSession {
         // folder.
         let removed = cleanup::remove_if_last(&self.location);
         drop(self.lock.take());
-        if let Err(error) = removed.and_then(|was_last| if was_last { Ok(()) } else { cleanup::remove_soon(&self.location) }) {
+        if let Err(error) =
+            removed.and_then(|was_last| if was_last { Ok(()) } else { cleanup::remove_soon(&self.location).map(drop) })
+        {
             self.notices.show(error);
         }
     }

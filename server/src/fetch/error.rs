@@ -21,7 +21,8 @@ pub(crate) enum FetchError {
     ArenaFull,
     #[error("the dataset has no block {}", .0.0)]
     NoSuchBlock(BlockId),
-    /// The chunk's owner does not answer, and other nodes can read the chunk. It is asked for again.
+    /// The chunk's owner does not answer, and other nodes can read the chunk, or the owner may only stand still. Whoever wants the chunk
+    /// asks for it again.
     #[error("its owner does not answer")]
     AskOthers,
     #[error(

@@ -6,6 +6,7 @@
 //! The log says when the peer is lost, when it cannot be reached, and when it can be reached again. A peer that stays away is dialed
 //! as long as the session lasts, so of its failed dials only the 1st, 2nd, 4th, 8th and so on are logged.
 
+use std::io;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_transport::{Connection, Transport, TransportError};
+use dayfly_transport::{Connection, LossCause, Transport, TransportError};
 use tokio::sync::SetOnce;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -80,10 +81,22 @@ impl Dialer {
         }
     }
 
+    /// Returns whether nothing has been heard from the peer for so long, or it is being dialed, or cannot be reached.
+    pub(super) fn is_quiet(&self, limit: Duration) -> bool {
+        let last_dial = self.last_dial();
+        match last_dial.dial.as_ref().and_then(|dial| dial.get()) {
+            Some((_, Ok(connection))) => connection.is_lost() || connection.quiet_for() >= limit,
+            _ => true,
+        }
+    }
+
     /// Returns the connection. If there is none, dials, and waits for the outcome as long as `limit` allows.
     pub(super) async fn connection(&self, transport: &Arc<dyn Transport>, limit: Duration) -> DialOutcome {
         let dial = self.usable_dial(transport);
-        let late = || TransportError::Timeout { peer: self.peer, address: self.address(), timeout: limit };
+        let late = || {
+            let error = io::Error::new(io::ErrorKind::TimedOut, format!("it has not answered within {} ms", limit.as_millis()));
+            TransportError::Lost { peer: self.peer, address: self.address(), cause: LossCause::unreachable(error) }
+        };
         timeout(limit, dial.wait()).await.map_or_else(|_| Err(late()), |(_, outcome)| outcome.clone())
     }
 
@@ -139,12 +152,11 @@ impl Dialer {
 
 #[cfg(test)]
 mod tests {
-    use std::io;
     use std::sync::atomic::{AtomicBool, AtomicUsize};
 
     use async_trait::async_trait;
     use dayfly_meta::wire::status::Network;
-    use dayfly_transport::{Ability, Agreement, LossCause, Pulled, Region, Service, Serving, Slot};
+    use dayfly_transport::{Ability, Agreement, Pulled, Region, Service, Serving, Slot};
     use tokio::sync::watch;
     use tokio::time::sleep;
     use tracing::span;
@@ -257,7 +269,7 @@ mod tests {
         let start = Instant::now();
         let asking = (0..10).map(|_| dialer.connection(&transport, limit));
         for outcome in futures_util::future::join_all(asking).await {
-            assert!(matches!(outcome.err(), Some(TransportError::Timeout { peer: NodeId(1), .. })));
+            assert!(matches!(outcome.err(), Some(TransportError::Lost { peer: NodeId(1), .. })));
         }
         assert!(start.elapsed() < Duration::from_secs(10), "no request waits for another");
         assert!(!dialer.is_lost(), "it is still being dialed");

@@ -113,6 +113,10 @@ impl Connection for BuggyConnection {
         self.inner.is_lost()
     }
 
+    fn quiet_for(&self) -> Duration {
+        self.inner.quiet_for()
+    }
+
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
         let is_read = matches!(decode_sealed::<Request>(&message), Ok(Request::Read(ReadRequest::Chunks { .. })));
         let pulled = self.inner.pull(message, slots, timeout).await;

@@ -208,6 +208,10 @@ impl Connection for AsyncConnection {
         self.inner.is_lost()
     }
 
+    fn quiet_for(&self) -> Duration {
+        self.inner.quiet_for()
+    }
+
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
         let lens: Vec<u64> = slots.iter().map(|slot| slot.len() as u64).collect();
         if message.len() < MESSAGE_LEN_MAX / 2

@@ -4,6 +4,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,21 +17,70 @@ use tokio::time::timeout;
 use crate::error::TransportError;
 use crate::region::Slot;
 
-/// The time at which a request last made progress; clones share it.
+/// A wait is divided into so many ticks.
+const WAIT_TICKS: u32 = 16;
+
+/// How long a request has waited since it last made progress; clones share it. Waits are counted in ticks: if this process stands still,
+/// that is one tick at most, because what has arrived meanwhile is still unread, and the peer may have stood still at the same time.
 #[derive(Clone)]
-pub(crate) struct Progress(Arc<Mutex<Instant>>);
+pub(crate) struct Progress(Arc<Mutex<Waited>>);
+
+struct Waited {
+    since: Instant,
+    counted: Duration,
+    /// How often there has been progress.
+    steps: u64,
+}
 
 impl Progress {
     pub(crate) fn new() -> Self {
-        Self(Arc::new(Mutex::new(Instant::now())))
+        Self(Arc::new(Mutex::new(Waited { since: Instant::now(), counted: Duration::ZERO, steps: 0 })))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Waited> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn touch(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+        let mut waited = self.lock();
+        *waited = Waited { since: Instant::now(), counted: Duration::ZERO, steps: waited.steps + 1 };
     }
 
+    /// Returns how long there has been no progress by the clock.
     pub(crate) fn age(&self) -> Duration {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).elapsed()
+        self.lock().since.elapsed()
+    }
+
+    /// Returns what is left of a limit.
+    pub(crate) fn left(&self, limit: Duration) -> Duration {
+        limit.saturating_sub(self.lock().counted)
+    }
+
+    /// Waits for a future until there has been no progress for `limit`; then returns `None`. The future gets one more chance of
+    /// `look_interval` at the end.
+    pub(crate) async fn wait<T>(&self, limit: Duration, look_interval: Duration, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = pin!(future);
+        let longest = (limit / WAIT_TICKS).max(Duration::from_millis(1));
+        loop {
+            let tick = longest.min(self.left(limit));
+            if tick.is_zero() {
+                return timeout(look_interval, future).await.ok();
+            }
+            if let Some(output) = self.tick(tick, &mut future).await {
+                return Some(output);
+            }
+        }
+    }
+
+    /// Waits for a future for one tick, and counts the tick if there is no progress meanwhile.
+    async fn tick<T>(&self, tick: Duration, future: impl Future<Output = T>) -> Option<T> {
+        let (start, steps) = (Instant::now(), self.lock().steps);
+        let output = timeout(tick, future).await.ok();
+        let mut waited = self.lock();
+        if waited.steps == steps {
+            waited.counted += if output.is_some() { start.elapsed().min(tick) } else { tick };
+        }
+        output
     }
 }
 
@@ -141,11 +191,11 @@ impl PeerBudget {
                     return Ok(Some(BudgetShare { budget: self.clone(), number }));
                 }
             }
-            let left = limit.saturating_sub(progress.age());
+            let left = progress.left(limit);
             if left.is_zero() {
                 return Err(Denied::Late);
             }
-            let _ = timeout(left.min(self.look_interval), changed).await;
+            progress.tick(left.min(self.look_interval), changed).await;
         }
     }
 }
@@ -205,6 +255,31 @@ mod tests {
     async fn take(budget: &Arc<PeerBudget>, region: &Region, len: u64, limit: Duration) -> Result<Option<BudgetShare>, Denied> {
         let slot = region.slot(len).unwrap();
         budget.take(&[slot], &Progress::new(), limit).await
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_wait_counts_its_own_ticks_and_begins_again_with_each_progress() {
+        let (limit, look) = (Duration::from_secs(4), Duration::from_millis(100));
+        let start = tokio::time::Instant::now();
+        assert_eq!(Progress::new().wait(limit, look, std::future::pending::<()>()).await, None);
+        let waited = start.elapsed();
+        assert!(waited >= limit && waited <= limit + 2 * look, "{waited:?}");
+        let (progress, start) = (Progress::new(), tokio::time::Instant::now());
+        let touch = async {
+            tokio::time::sleep(limit / 2).await;
+            progress.touch();
+            std::future::pending::<()>().await;
+        };
+        assert_eq!(progress.wait(limit, look, touch).await, None);
+        let waited = start.elapsed();
+        assert!(waited >= limit * 3 / 2 && waited <= limit * 3 / 2 + limit / WAIT_TICKS + 2 * look, "{waited:?}");
+        // This process stands still for longer than the limit. Then the answer takes another moment to be read.
+        let answer = async {
+            tokio::time::sleep(limit / 8).await;
+            tokio::time::advance(limit * 3).await;
+            tokio::time::sleep(limit / 4).await;
+        };
+        assert_eq!(Progress::new().wait(limit, look, answer).await, Some(()));
     }
 
     /// `docs/SEMANTICS.md`: the part of the arena that one peer holds is bounded, and so is the time that others wait because of

@@ -110,6 +110,11 @@ pub trait Connection: Send + Sync {
     /// Returns whether the peer has been found lost. A lost connection never recovers.
     fn is_lost(&self) -> bool;
 
+    /// Returns how long nothing has been heard from the peer. A peer that runs is heard every second.
+    fn quiet_for(&self) -> Duration {
+        Duration::ZERO
+    }
+
     /// Sends a request. The bytes of its answer land in `slots`. `timeout` counts from the last progress.
     ///
     /// # Errors

@@ -145,6 +145,10 @@ impl Connection for FaultyConnection {
         self.inner.is_lost() || self.history.lock().unwrap_or_else(PoisonError::into_inner).is_killed
     }
 
+    fn quiet_for(&self) -> Duration {
+        self.inner.quiet_for()
+    }
+
     async fn pull(&self, message: Vec<u8>, slots: Vec<Slot>, timeout: Duration) -> Result<Pulled, TransportError> {
         let bulk_len = slots.iter().map(|slot| slot.len() as u64).sum();
         let fault = self.inject(&message, bulk_len, timeout).await?;

@@ -108,6 +108,10 @@ pub(crate) struct SessionArguments {
     /// place. [default: 30]
     #[arg(long, value_name = "SECONDS", value_parser = number::<u64>(LOST_AFTER_MIN_S..=LOST_AFTER_MAX_S))]
     pub(crate) lost_after: Option<u64>,
+    /// Wait N times as long as usual before a node is given up or a request fails, for machines that are
+    /// very busy. The time that another option sets stays as given.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = number::<u32>(1..=Deadlines::PATIENCE_MAX.into()))]
+    pub(crate) patience: u32,
     /// Start no new server in the place of one that has died. 'dayfly rejoin' starts one at any time.
     #[arg(long)]
     pub(crate) no_rejoin: bool,
@@ -177,6 +181,7 @@ impl SessionArguments {
             recovery_timeout: self.recovery_timeout.map(Duration::from_secs),
             stage_in_timeout: self.stage_in_timeout.map(Duration::from_secs),
             lost_after: self.lost_after.map(Duration::from_secs),
+            patience: self.patience,
             restarts_lost: !self.no_rejoin,
             prefix: self.prefix.as_bytes().to_vec(),
             transport: self.transport.into(),

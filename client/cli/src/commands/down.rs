@@ -27,8 +27,8 @@ const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take to let this process attach. A new server lets nobody attach before it is a member, which it never will
 /// be if the others have ended, so it gets a SIGTERM.
 const NEW_SERVER_PATIENCE: Duration = Duration::from_secs(3);
-/// How long the supervisor may take to end after SIGTERM.
-const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the supervisor may take to end after SIGTERM. That of `run` gives its command 30 s.
+const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(35);
 
 pub(super) fn run() -> Result<ExitCode, Failure> {
     let clean = || cleanup::sweep_patiently(&locate::runtime_dir(), &[]);
@@ -52,7 +52,15 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Some(pid) if is_ancestor(pid) => {}
         _ => {
             end_supervisor(&location, ended.is_partial);
-            cleanup::remove_soon(&location)?;
+            let is_gone = cleanup::remove_soon(&location)?;
+            if let Some(pid) = location.supervisor().filter(|_| !is_gone) {
+                return Err(Failure::new(format!(
+                    "all servers of session {} have ended, but its supervisor (process {pid}) has not, so '{}' is still there; end that \
+                     process, and then call 'dayfly clean'",
+                    location.session,
+                    location.folder.display(),
+                )));
+            }
         }
     }
     let nodes = counted(ended.nodes as u64, "node");
@@ -80,7 +88,7 @@ fn is_ancestor(pid: i32) -> bool {
 fn end_supervisor(location: &SessionFolder, is_partial: bool) {
     let Some(pid) = location.supervisor().map(Pid::from_raw) else { return };
     let start = Instant::now();
-    let mut was_signaled = false;
+    let (mut was_signaled, mut was_mentioned) = (false, false);
     // Nothing listens on a node whose server has ended. A new one may be about to take its place, which only the supervisor knows.
     let patience = if is_partial { Duration::ZERO } else { LAST_SERVER_TIMEOUT };
     // Signal 0 only checks whether the process exists.
@@ -89,6 +97,9 @@ fn end_supervisor(location: &SessionFolder, is_partial: bool) {
         if is_due && !std::mem::replace(&mut was_signaled, true) {
             // The supervisor may have just ended.
             let _ = kill(pid, Signal::SIGTERM);
+        }
+        if start.elapsed() >= 2 * LAST_SERVER_TIMEOUT && !std::mem::replace(&mut was_mentioned, true) {
+            complain(format_args!("waiting for the session's supervisor, process {pid}, to end"));
         }
         thread::sleep(Duration::from_millis(2));
     }
@@ -202,7 +213,7 @@ fn end_node(
     but: Option<Vec<u16>>,
     attached: impl FnOnce(),
 ) -> Result<(u16, u64, Vec<String>), ClientError> {
-    let session = Session::attach_to(location, node)?;
+    let session = Session::attach_briefly(location, node)?;
     attached();
     let mut ended = (0, 0, Vec::new());
     let asked = session.control(Command::Down { except: but }, &mut |event| {

@@ -73,7 +73,7 @@ pub(super) fn variables(location: &SessionFolder, node: Option<u16>) -> Result<V
             ))
         })?,
     };
-    let prefix = Session::attach_to(location, node)?.prefix().to_vec();
+    let prefix = Session::attach_briefly(location, node)?.prefix().to_vec();
     let preload = preload::library()?;
     // `DAYFLY_NODE` is set only if this machine has several nodes, because CMD may start processes
     // on other machines, which have other nodes.

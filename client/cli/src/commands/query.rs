@@ -61,7 +61,7 @@ fn first(answers: Receiver<Found>) -> Found {
 }
 
 fn status_from(location: &SessionFolder, node: NodeId) -> Found {
-    let session = Session::attach_to(location, node)?;
+    let session = Session::attach_briefly(location, node)?;
     let mut found = None;
     session.control(Command::Status, &mut |event| {
         if let Event::Status(status) = event {

@@ -14,7 +14,8 @@ use crate::namespace;
 use crate::size::show;
 
 pub(super) fn run(arguments: &TuneArguments) -> Result<ExitCode, Failure> {
-    let session = Session::attach(&namespace::location()?)?;
+    let location = namespace::location()?;
+    let session = Session::attach_briefly(&location, location.my_node()?)?;
     if let Some(wanted) = arguments.prefetch_memory {
         check_prefetch_memory(wanted)?;
     }

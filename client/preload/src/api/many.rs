@@ -102,6 +102,10 @@ pub(super) fn open_ids(
 
 /// Stores the view of a batch's next file. Returns 1, or 0 at the end.
 pub(super) fn next(batch: &mut Batch<&'static Session>, out: FromC<*mut SampleView>) -> Result<c_int, Failure> {
+    // A batch whose connection has failed has not reached its end.
+    if batch.is_broken() {
+        return Err(Failure::new(libc::EIO, "the batch has failed before"));
+    }
     match batch.next() {
         None => Ok(0),
         Some(delivered) => {

@@ -63,13 +63,18 @@ pub(super) fn at(path: &[u8]) -> impl Fn(ViewError) -> Failure {
 }
 
 /// Like [`fault::answer`], for functions of the header. Keeps the message of a failure for the program.
-pub(super) fn answer<R: Failed>(work: impl FnOnce() -> Result<R, Failure>) -> R {
-    fault::answer(|| {
-        work().map_err(|Failure { fault, message }| {
-            set(&message);
-            fault
-        })
-    })
+pub(super) fn answer<R: Failed>(mut work: impl FnMut() -> Result<R, Failure>) -> R {
+    fault::answer(|| work().map_err(keep))
+}
+
+/// Like [`answer`], for functions that call functions of the program.
+pub(super) fn answer_once<R: Failed>(work: impl FnOnce() -> Result<R, Failure>) -> R {
+    fault::answer_once(|| work().map_err(keep))
+}
+
+fn keep(Failure { fault, message }: Failure) -> Fault {
+    set(&message);
+    fault
 }
 
 /// Keeps a message for this thread.

@@ -14,7 +14,7 @@ use libc::{DIR, dirent, off_t, size_t};
 use super::descriptor::{close, fcntl};
 use super::hook;
 use super::open::{give_number, open_in, openat};
-use crate::fault::{Fault, answer, answer_from_memory};
+use crate::fault::{Fault, answer, answer_from_memory, answer_once};
 use crate::memory::{self, Errno, FromC, zeroed};
 use crate::path;
 use crate::table::{self, Description, Object, Reference};
@@ -68,7 +68,7 @@ hook! {
     fn fdopendir(descriptor: c_int) -> *mut DIR {
         match table::find(descriptor) {
             None => fdopendir::next(descriptor),
-            Some(open) => answer(|| {
+            Some(open) => answer_once(|| {
                 open.reached_directory()?;
                 fcntl::next(descriptor, libc::F_SETFD, FromC::number(libc::FD_CLOEXEC as u64));
                 Ok(new_stream(open, Some(descriptor)))

@@ -14,6 +14,7 @@ use std::ffi::{c_int, c_void};
 use std::fs::File;
 use std::os::fd::{AsRawFd, RawFd};
 
+use dayfly_client::cancellation::Whole;
 use dayfly_client::reserved_fd::{InUse, ReservedFd};
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::id::BlockId;
@@ -202,6 +203,8 @@ fn map(view: &View, file: &OpenFile, request: &MapRequest<'_>) -> Result<*mut c_
     if flags & libc::MAP_SYNC != 0 {
         return Err(Fault::Errno(libc::EOPNOTSUPP));
     }
+    // What was mapped there is gone, and another thread must not map anything there, so this cannot begin again.
+    let _whole = (flags & MAP_FIXED != 0).then(Whole::begin);
     // First reserve room for the whole mapping. The part beyond the end of the file stays inaccessible.
     let placing = flags & (MAP_FIXED | libc::MAP_FIXED_NOREPLACE | libc::MAP_32BIT | libc::MAP_NORESERVE);
     let base = mmap::next(address, len, PROT_NONE, placing | MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

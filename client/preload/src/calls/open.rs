@@ -42,7 +42,7 @@ hook! {
         if let Some(link) = linked.filter(|open| open.is_symlink()) {
             return answer(|| open_symlink(&link, flags));
         }
-        path::at(directory, path, |view, path| open_in(view, path, flags), kernel)
+        path::at_until_signal(directory, path, |view, path| open_in(view, path, flags), kernel)
     }
 
     fn creat | creat64 (path: FromC<*const c_char>, mode: mode_t) -> c_int {

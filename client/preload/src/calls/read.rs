@@ -8,7 +8,7 @@ use libc::{off_t, size_t};
 
 use super::hook;
 use crate::attach::view;
-use crate::fault::{Fault, answer_from_memory};
+use crate::fault::{Fault, answer_from_memory, answer_until_signal};
 use crate::memory::{self, FromC, fail};
 use crate::next::act_on_cancel;
 use crate::table::{self, Description, Object};
@@ -37,7 +37,7 @@ hook! {
             None => read::next(descriptor, out, len),
             Some(open) => {
                 act_on_cancel();
-                answer_from_memory(|| read_next(&*view()?, &open, out, len))
+                answer_until_signal(|| read_next(&*view()?, &open, out, len))
             }
         }
     }
@@ -52,7 +52,7 @@ hook! {
             Some(open) if open.is_place() => pread::next(descriptor, out, len, offset),
             Some(open) => {
                 act_on_cancel();
-                answer_from_memory(|| read_from(&*view()?, &open, out, len, offset))
+                answer_until_signal(|| read_from(&*view()?, &open, out, len, offset))
             }
         }
     }
@@ -73,7 +73,7 @@ hook! {
             Some(open) if open.is_place() => readv::next(descriptor, vector, count),
             Some(open) => {
                 act_on_cancel();
-                answer_from_memory(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len)))
+                answer_until_signal(|| read_all(vector, count, |out, len| read_next(&*view()?, &open, out, len)))
             }
         }
     }
@@ -84,7 +84,7 @@ hook! {
             Some(open) if open.is_place() => preadv::next(descriptor, vector, count, offset),
             Some(open) => {
                 act_on_cancel();
-                answer_from_memory(|| read_all_from(&open, vector, count, offset))
+                answer_until_signal(|| read_all_from(&open, vector, count, offset))
             }
         }
     }
@@ -117,6 +117,17 @@ hook! {
             None | Some(Err(libc::EBADF)) => readahead::next(descriptor, offset, count),
             Some(Err(_)) => fail(libc::EINVAL),
             Some(Ok(())) => 0,
+        }
+    }
+}
+
+/// Like `read`, for a stream, whose readers take EINTR for a failure of the drive.
+pub(super) fn read_for_stream(descriptor: c_int, out: FromC<*mut c_void>, len: size_t) -> isize {
+    match table::presume(descriptor) {
+        None => read::next(descriptor, out, len),
+        Some(open) => {
+            act_on_cancel();
+            answer_from_memory(|| read_next(&*view()?, &open, out, len))
         }
     }
 }

@@ -29,7 +29,7 @@ const HAS_RESTORER: c_int = 0;
 hook! {
     fn sigaction | __sigaction (number, new, old) {
         if let Some(new) = new.get() {
-            prepare(number, new.sa_sigaction);
+            prepare(number, new.sa_sigaction, new.sa_flags);
         }
         if number != SIGBUS || !bus_error::is_available() {
             let result = sigaction::next(number, new, old);
@@ -64,7 +64,7 @@ hook! {
     }
 
     fn signal | bsd_signal | ssignal (number: c_int, handler: usize) -> isize {
-        prepare(number, handler);
+        prepare(number, handler, libc::SA_RESTART);
         if number != SIGBUS || !bus_error::is_available() {
             return settled(number, handler, signal::next(number, handler));
         }
@@ -72,7 +72,7 @@ hook! {
     }
 
     fn sysv_signal | __sysv_signal (number: c_int, handler: usize) -> isize {
-        prepare(number, handler);
+        prepare(number, handler, 0);
         if number != SIGBUS || !bus_error::is_available() {
             return settled(number, handler, sysv_signal::next(number, handler));
         }
@@ -80,7 +80,7 @@ hook! {
     }
 
     fn sigset(number: c_int, handler: usize) -> isize {
-        prepare(number, handler);
+        prepare(number, handler, 0);
         settled(number, handler, sigset::next(number, handler))
     }
 
@@ -96,16 +96,16 @@ hook! {
 }
 
 /// Prepares for calls in a signal handler that the program is about to set.
-fn prepare(number: c_int, handler: usize) {
+fn prepare(number: c_int, handler: usize, flags: c_int) {
     if setup().is_some() {
         early::look_up_all();
-        note_handler(number, handler);
+        note_handler(number, handler, flags);
     }
 }
 
-fn note_handler(number: c_int, handler: usize) {
+fn note_handler(number: c_int, handler: usize, flags: c_int) {
     if is_handler(handler) {
-        cancellation::note_handler(number);
+        cancellation::note_handler(number, flags & libc::SA_RESTART == 0);
     }
 }
 
@@ -128,7 +128,7 @@ fn settle(number: c_int, action: usize) {
     // Another thread may have set a handler at the same time.
     let mut current: Action = zeroed();
     if next::sigaction(number, FromC::<*mut Action>::null().as_const(), (&mut current).into()) == 0 {
-        note_handler(number, current.sa_sigaction);
+        note_handler(number, current.sa_sigaction, current.sa_flags);
     }
 }
 

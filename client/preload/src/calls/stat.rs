@@ -91,10 +91,10 @@ hook! {
 
     fn statx(directory: c_int, path: FromC<*const c_char>, flags: c_int, mask: c_uint, out: FromC<*mut KernelStatx>) -> c_int {
         if means_descriptor(path, flags) {
-            return match of_directory(directory) {
-                Some(found) => answer_from_memory(|| {
+            return match Ours::of(directory) {
+                Some(ours) => answer_from_memory(|| {
                     check_extended(flags, mask)?;
-                    Ok(out.put(extended_form(&found?)).map(|()| 0)?)
+                    Ok(out.put(extended_form(&ours.stat()?)).map(|()| 0)?)
                 }),
                 None => statx::next(directory, path, flags, mask, out),
             };
@@ -120,8 +120,8 @@ fn relative(
     kernel: impl Fn(c_int, FromC<*const c_char>) -> c_int,
 ) -> c_int {
     if means_descriptor(path, flags) {
-        return match of_directory(directory) {
-            Some(found) => answer_from_memory(|| Ok(out.put(kernel_form(&found?)).map(|()| 0)?)),
+        return match Ours::of(directory) {
+            Some(ours) => answer_from_memory(|| Ok(out.put(kernel_form(&ours.stat()?)).map(|()| 0)?)),
             None => kernel(directory, path),
         };
     }
@@ -179,12 +179,27 @@ fn means_descriptor(path: FromC<*const c_char>, flags: c_int) -> bool {
     flags & libc::AT_EMPTY_PATH != 0 && (path.is_null() || path.path().is_some_and(CStr::is_empty))
 }
 
-/// Returns the attributes of a descriptor of ours, or of the working directory if it is in the namespace.
-fn of_directory(directory: c_int) -> Option<Result<Stat, Fault>> {
-    if directory == libc::AT_FDCWD {
-        return cwd::current().map(|directory| Ok(view()?.stat(&directory)?));
+/// What a number stands for that a call names in place of a path.
+enum Ours {
+    WorkingDirectory(Vec<u8>),
+    Open(Stat),
+}
+
+impl Ours {
+    /// Returns `None` for what is not in the namespace.
+    fn of(directory: c_int) -> Option<Self> {
+        if directory == libc::AT_FDCWD {
+            return cwd::current().map(|directory| Self::WorkingDirectory(directory.to_vec()));
+        }
+        table::find_early(directory).map(|open| Self::Open(open.stat()))
     }
-    table::find_early(directory).map(|open| Ok(open.stat()))
+
+    fn stat(&self) -> Result<Stat, Fault> {
+        match self {
+            Self::WorkingDirectory(path) => Ok(view()?.stat(path)?),
+            Self::Open(stat) => Ok(*stat),
+        }
+    }
 }
 
 /// Returns attributes as `struct statx`.

@@ -15,7 +15,7 @@ use libc::{FILE, size_t};
 use super::descriptor::{close, dup2, dup3};
 use super::hook;
 use super::open::{open, open_in};
-use super::read::{lseek, read};
+use super::read::{lseek, read_for_stream};
 use crate::fault::{Fault, answer};
 use crate::memory::{self, FromC, fail};
 use crate::{kernel_copy, path, table, vfork};
@@ -232,7 +232,7 @@ fn number_of(stream: FromC<*mut FILE>) -> Option<RawFd> {
 }
 
 extern "C-unwind" fn read_stream(cookie: Cookie, out: FromC<*mut c_char>, len: size_t) -> isize {
-    read(cookie as usize as RawFd, out.bytes(), len)
+    read_for_stream(cookie as usize as RawFd, out.bytes(), len)
 }
 
 extern "C-unwind" fn seek_stream(cookie: Cookie, offset: FromC<*mut i64>, whence: c_int) -> c_int {

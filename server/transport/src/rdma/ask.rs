@@ -127,7 +127,7 @@ impl Asker {
         };
         let Some(keys) = buffer.keys() else { return Outcome::Unfit(slots) };
         let answer = Remote { address: buffer.address() + answer_at as u64, key: keys.remote };
-        let (done, mut outcome) = oneshot::channel();
+        let (done, outcome) = oneshot::channel();
         let message = {
             let mut requests = self.pending.lock();
             // `on_end` takes all requests under the same lock, so no request is entered after that.
@@ -152,16 +152,8 @@ impl Asker {
         };
         let work = Work { action: Action::Send, address: message.address(), len: asked_len as u32, local_key: keys.local };
         self.engine.post(self.queue, Batch { works: vec![work], hold: Box::new(message), done: None });
-        loop {
-            let left = limit.saturating_sub(progress.age());
-            if left.is_zero() {
-                return Outcome::Late;
-            }
-            if let Ok(outcome) = timeout(left, &mut outcome).await {
-                // No sender is dropped before it has sent, so this cannot fail.
-                return outcome.unwrap_or(Outcome::Late);
-            }
-        }
+        // No sender is dropped before it has sent, so the receiver cannot fail.
+        progress.wait(limit, Duration::ZERO, outcome).await.and_then(Result::ok).unwrap_or(Outcome::Late)
     }
 
     /// Ends the queue pair.

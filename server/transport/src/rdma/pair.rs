@@ -225,6 +225,10 @@ impl Connection for PairedConnection {
         self.pair.inner.is_lost()
     }
 
+    fn quiet_for(&self) -> Duration {
+        self.pair.inner.quiet_for()
+    }
+
     async fn pull(&self, mut message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
         // Requests without slots go over the inner transport: some of them must not be answered twice, and a request that fails
         // over RDMA is sent again.

@@ -84,11 +84,11 @@ impl TcpConnection {
         loop {
             // If there is no link, the monitor is about to find the peer lost.
             let link = self.links.pick(is_bulk).ok_or_else(|| self.links.lost_by(&LossCause::Closed))?;
-            match timeout(limit.saturating_sub(progress.age()), link.permits.clone().acquire_owned()).await {
-                Ok(Ok(permit)) => return Ok((link, permit)),
+            match progress.wait(limit, self.links.deadlines.look_interval, link.permits.clone().acquire_owned()).await {
+                Some(Ok(permit)) => return Ok((link, permit)),
                 // The link has ended, so another is picked.
-                Ok(Err(_)) => link.end(LossCause::Closed),
-                Err(_) => return Err(self.timeout(limit)),
+                Some(Err(_)) => link.end(LossCause::Closed),
+                None => return Err(self.timeout(limit)),
             }
         }
     }
@@ -96,23 +96,12 @@ impl TcpConnection {
     /// Waits for an answer as long as there is progress. Returns `None` if the link ended.
     async fn wait<T>(
         &self,
-        mut answer: oneshot::Receiver<T>,
+        answer: oneshot::Receiver<T>,
         progress: &Progress,
         limit: Duration,
     ) -> Result<Option<T>, TransportError> {
-        loop {
-            let left = limit.saturating_sub(progress.age());
-            match timeout(left, &mut answer).await {
-                Ok(answer) => return Ok(answer.ok()),
-                Err(_) if progress.age() < limit => {}
-                // The answer may have arrived while this process was suspended, so the task that receives it gets one more chance
-                // to run.
-                Err(_) => match timeout(self.links.deadlines.look_interval, &mut answer).await {
-                    Ok(answer) => return Ok(answer.ok()),
-                    Err(_) => return Err(self.timeout(limit)),
-                },
-            }
-        }
+        let answered = progress.wait(limit, self.links.deadlines.look_interval, answer).await;
+        answered.map(Result::ok).ok_or_else(|| self.timeout(limit))
     }
 
     fn ended(&self, link: &Link) -> TransportError {
@@ -128,6 +117,10 @@ impl Connection for TcpConnection {
 
     fn is_lost(&self) -> bool {
         self.links.is_lost()
+    }
+
+    fn quiet_for(&self) -> Duration {
+        self.links.quiet_for()
     }
 
     async fn pull(&self, message: Vec<u8>, mut slots: Vec<Slot>, limit: Duration) -> Result<Pulled, TransportError> {
@@ -152,7 +145,7 @@ impl Connection for TcpConnection {
                 }
                 Err(_) => return Err(self.ended(&link)),
             };
-            let left = limit.saturating_sub(progress.age());
+            let left = progress.left(limit).max(self.links.deadlines.look_interval);
             link.send(Kind::Pull, request, (argument, body.clone()), left).await.map_err(|_| self.timeout(limit))?;
             match self.wait(answer, &progress, limit).await? {
                 Some(PullOutcome::Done(pulled)) => return Ok(pulled),

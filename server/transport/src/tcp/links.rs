@@ -71,6 +71,12 @@ impl Links {
         }
     }
 
+    /// Returns how long no byte has arrived on any link.
+    pub(super) fn quiet_for(&self) -> Duration {
+        let newest = self.lock().iter().flatten().map(|link| link.last_received()).max().unwrap_or_default();
+        self.start.elapsed().saturating_sub(newest)
+    }
+
     /// Picks the link for a request. It prefers links that received bytes recently, then those of the right kind, then those with
     /// few requests.
     pub(super) fn pick(&self, is_bulk: bool) -> Option<Arc<Link>> {
