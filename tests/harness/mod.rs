@@ -274,22 +274,22 @@ impl Drop for Cluster {
 }
 
 /// Sends a signal to a process, which must be alive. After SIGSTOP, waits until its threads have stopped: the kernel tells one of them,
-/// and until that one gets a processor, the others go on. A thread that waits for a drive stops later.
+/// and until that one gets a processor, the others go on.
 pub(crate) fn signal(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
-    let deadline = Instant::now() + Duration::from_secs(5);
-    while signal == Signal::SIGSTOP && !has_stopped(pid) && Instant::now() < deadline {
-        std::thread::sleep(Duration::from_millis(1));
+    if signal == Signal::SIGSTOP {
+        wait_until(&format!("process {pid} has stopped"), || has_stopped(pid));
     }
 }
 
-/// Returns whether no thread of a process runs.
+/// Returns whether no thread of a process runs. A thread that waits for a drive (`D`) stops when it leaves the kernel, once another one
+/// has stopped. What has ended does not run either.
 fn has_stopped(pid: i32) -> bool {
-    let is_still = |thread: PathBuf| {
-        let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
-        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with(['T', 't', 'Z', 'X']))
-    };
-    fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|threads| threads.flatten().all(|thread| is_still(thread.path())))
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else { return true };
+    let stats = threads.flatten().filter_map(|thread| fs::read_to_string(thread.path().join("stat")).ok());
+    let states: Vec<char> = stats.filter_map(|stat| stat.rsplit(") ").next()?.chars().next()).collect();
+    let is_told = states.iter().any(|state| matches!(state, 'T' | 't'));
+    states.iter().all(|state| matches!(state, 'T' | 't' | 'Z' | 'X') || (*state == 'D' && is_told))
 }
 
 /// Runs a command until it exits, for at most [`COMMAND_TIMEOUT`].
