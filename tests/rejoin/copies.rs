@@ -124,3 +124,32 @@ fn copies_that_came_back_make_way_for_nothing() {
     (0..NODES).for_each(|node| read_all(&cluster.view(node), "d", &format!("on node {node}")));
     cluster.down();
 }
+
+/// SEMANTICS: "If a node is lost before its samples of compressed archives have been copied, the stage-in begins again. Otherwise it
+/// goes on, and the summary says how many bytes of copies are missing. They are made afterwards, also by the lost node if it returns."
+#[test]
+fn a_stage_in_that_loses_a_node_while_it_reads_has_all_copies_in_the_end() {
+    let cluster = ground().up_rejoining(NODES, &QUICK);
+    // What is only cached makes way, and what is a copy does not.
+    cluster.ok(&["tune", "--cache", "off"]);
+    let source = cluster.at("a.tar");
+    let mut staging = cluster.dayfly();
+    staging.args(["stage-in", "--json", "--copies", "2", "--max-rate", "3MB"]).arg(&source).arg("/dayfly/d");
+    let staging = staging.stdout(Stdio::piped()).spawn().unwrap();
+    wait_until("node 1 has stored something", || node_status(&cluster, 1)["taken_bytes"].as_u64() > Some(0));
+    replace(&cluster, 1);
+    let staged = staging.wait_with_output().unwrap();
+    let summary: serde_json::Value = serde_json::from_str(text(&staged.stdout).lines().last().unwrap()).unwrap();
+    assert!(staged.status.success() && summary["uncopied_bytes"].as_u64() > Some(0), "{summary}");
+    let is_recovered = |node| {
+        let recovery = &node_status(&cluster, node)["recovery"];
+        recovery["is_scanned"] == true && recovery["wanted"] == recovery["recovered"]
+    };
+    let total = 2 * summary["bytes"].as_u64().unwrap();
+    let has_come_back = || (0..NODES).all(is_recovered) && (0..NODES).map(|node| bytes_on(&cluster, node)).sum::<u64>() >= total;
+    wait_until("all copies are made", has_come_back);
+    fs::rename(&source, source.with_extension("away")).unwrap();
+    replace(&cluster, 0);
+    (0..NODES).for_each(|node| read_all(&cluster.view(node), "d", &format!("on node {node}")));
+    cluster.down();
+}

@@ -264,16 +264,18 @@ fn window(dataset: &Dataset, me: NodeId, nodes: usize, after: Option<BlockPositi
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks) {
             let (Some(owner), Some(arrival)) = (catalog.owner(BlockId(block)), catalog.arrival(BlockId(block))) else { continue };
-            let turn = (owner.index() + nodes - me.index()) % nodes.max(1);
-            let position = BlockPosition { group: turn as u32, offset: arrival.into(), block };
-            if owner == me || !selection.wants(position) || !dataset.holders(BlockId(block)).contains(&me) {
+            let id = BlockId(block);
+            if !catalog.is_stored(id) {
+                // Its owner was lost, or had no room. Recovery reads it from its origin.
+                if dataset.holders(id).contains(&me) {
+                    dataset.set_lacks_copies();
+                }
                 continue;
             }
-            if catalog.is_stored(BlockId(block)) {
+            let turn = (owner.index() + nodes - me.index()) % nodes.max(1);
+            let position = BlockPosition { group: turn as u32, offset: arrival.into(), block };
+            if owner != me && selection.wants(position) && dataset.holders(id).contains(&me) {
                 selection.see(position, block_len(size, part));
-            } else {
-                // Its owner was lost, or had no room. Recovery reads it from its origin.
-                dataset.set_lacks_copies();
             }
         }
     }

@@ -6,8 +6,9 @@
 //!
 //! With several copies, such blocks are *kept*: they have their room before anything is cached, and never make way. A node that has
 //! returned may be a new server without blocks, so they are kept until that node says that it has its copies again. Blocks that come
-//! to a new server, or to a node whose copies a stage-in left out, are kept, too, because they belong there for good. All of them lie
-//! among the cached blocks, because a process maps segments with the length that these have at first.
+//! to a new server, or to a node whose copies a stage-in left out, are kept, too, because they belong there for good. So are blocks that
+//! no node stored, because their owner was lost before it got them. All of them lie among the cached blocks, because a process maps
+//! segments with the length that these have at first.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -78,7 +79,7 @@ impl Dataset {
         if self.copies() == 1 || !self.is_incomplete() {
             return true;
         }
-        let is_here = |block| !(self.catalog().is_stored(block) && self.is_to_come_back(block)) || self.is_local(block);
+        let is_here = |block| !self.is_to_come_back(block) || self.is_local(block);
         let (first, blocks) = (self.come_back.load(Ordering::Relaxed), self.catalog().header().blocks);
         let found = (first..blocks).take_while(|&block| is_here(BlockId(block))).count() as u32;
         self.come_back.fetch_max(first + found, Ordering::Relaxed);
@@ -114,7 +115,6 @@ impl Dataset {
     /// Returns whether a block stays on this node once it has come here.
     pub(super) fn is_kept(&self, block: BlockId) -> bool {
         self.copies() > 1
-            && self.catalog().is_stored(block)
             && !self.has_own_copy(block)
             && (self.is_to_come_back(block) || self.takes_over(block, &self.taken_over().kept_for))
     }
@@ -187,7 +187,7 @@ impl Dataset {
                 }
                 // What this node did not get while another one was lost comes to that one now.
                 let is_kept = || is_taken_over || comes_back || self.is_local(block) && self.takes_over(block, kept_for);
-                if has_copies && self.catalog().is_stored(block) && is_kept() {
+                if has_copies && is_kept() {
                     kept_bytes += block_len(size, part);
                 }
             }
