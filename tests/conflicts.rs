@@ -142,7 +142,11 @@ fn members_that_cannot_be_stored_are_counted_and_named() {
     cluster.down();
 }
 
-/// SEMANTICS: "`--strip-components`, `--include` and `--exclude` work as those of tar."
+/// SEMANTICS: "`--strip-components` and `--exclude` work as those of tar, and `--include` as `tar --wildcards --no-anchored`: on names
+/// as the archive spells them, so `./a` has two components. The names in a tree begin with `./`, which `--strip-components` does not
+/// count."
+/// SEMANTICS: "A stage-in fails if no sample or symlink of its sources is left: its error counts what `--include`, `--exclude` and `--strip-components`
+/// leave out, what is refused, and what cannot be read."
 fn strip_include_and_exclude_select_as_tar_does() {
     let ground = Ground::new();
     for path in ["t/x/a.jpg", "t/x/b.txt", "t/y/c.jpg", "t/top"] {
@@ -151,6 +155,7 @@ fn strip_include_and_exclude_select_as_tar_does() {
     }
     let packed = output_of(harness::program("tar").arg("-cf").arg(ground.at("t.tar")).arg("-C").arg(ground.work.path()).arg("t"));
     assert!(packed.status.success());
+    pack(&ground.at("dotted.tar"), &ground.at("t"), &[]);
     let cluster = ground.up(2);
     let files = |options: &[&str], source: &str| {
         let arguments = [&["stage-in", "--replace"], options, &[source, "/dayfly/s"]].concat();
@@ -168,10 +173,22 @@ fn strip_include_and_exclude_select_as_tar_does() {
         assert_eq!(files(&["--strip-components", strip, "--include", "*.jpg"], source), "x/a.jpg y/c.jpg");
         assert_eq!(files(&["--strip-components", strip, "--exclude", "x"], source), "top y/c.jpg");
     }
+    for source in ["dotted.tar", "t"] {
+        assert_eq!(files(&["--exclude", "./x", "--include", "./*/*"], source), "y/c.jpg");
+        assert_eq!(files(&["--exclude", "./x/*"], source), "top y/c.jpg");
+    }
+    assert_eq!(files(&["--strip-components", "1"], "dotted.tar"), "top x/a.jpg x/b.txt y/c.jpg");
     assert_eq!(files(&["--strip-components", "1"], "t"), "a.jpg b.txt c.jpg");
+    assert_eq!(files(&["--strip-components", "1", "--exclude", "x/a.jpg"], "t"), "b.txt c.jpg");
     assert_eq!(files(&["--strip-components", "2"], "t.tar"), "a.jpg b.txt c.jpg");
-    let summary = cluster.output(&["stage-in", "--include", "*.none", "t.tar", "/dayfly/empty"]);
-    assert!(summary.status.success() && harness::text(&summary.stderr).contains("the dataset is empty"));
+    for (source, option, value) in
+        [("t.tar", "--include", "*.none"), ("t", "--exclude", "*"), ("t.tar", "--strip-components", "9")]
+    {
+        let summary = cluster.output(&["stage-in", option, value, source, "/dayfly/empty"]);
+        let message = harness::text(&summary.stderr);
+        assert!(summary.status.code() == Some(1) && message.contains("are left out by --include"), "{message}");
+        assert!(!cluster.output(&["ls", "/dayfly/empty"]).status.success());
+    }
     let summary = cluster.ok(&["stage-in", "--json", "t.tar", "/dayfly/json"]);
     let last: serde_json::Value = serde_json::from_str(summary.lines().last().unwrap()).unwrap();
     assert_eq!((last["samples"].as_u64(), last["source_bytes"].as_u64() > Some(0)), (Some(4), true), "{last}");

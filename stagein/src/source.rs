@@ -40,7 +40,8 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     let mut start = Vec::with_capacity(tar::BLOCK_LEN);
     (&mut file).take(tar::BLOCK_LEN as u64).read_to_end(&mut start).map_err(unreadable)?;
     let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-    if zip::is_zip(&start) && ZIP_ENDINGS.iter().any(|ending| name.ends_with(ending)) {
+    let is_zip = || zip::is_zip(&start) || !tar::is_tar(&start) && zip::ends_as_zip(&file);
+    if ZIP_ENDINGS.iter().any(|ending| name.ends_with(ending)) && is_zip() {
         return Ok((SourceKind::Zip, Compression::None));
     }
     let compression = compressed::recognize(&start);

@@ -70,6 +70,8 @@ pub struct Built {
     pub bytes: u64,
     /// Number of directories and symlinks.
     pub others: u64,
+    /// Number of symlinks.
+    pub symlinks: u64,
 }
 
 /// Streams resolved members into a catalog.
@@ -83,6 +85,7 @@ pub struct CatalogBuilder<'a> {
     last_path: Vec<u8>,
     shared: HashMap<MemberKey, u32>,
     bytes: u64,
+    symlinks: u64,
     about: About,
 }
 
@@ -134,6 +137,7 @@ impl<'a> CatalogBuilder<'a> {
             last_path: Vec::new(),
             shared: HashMap::new(),
             bytes: 0,
+            symlinks: 0,
             about,
         };
         for source in sources {
@@ -236,6 +240,7 @@ impl<'a> CatalogBuilder<'a> {
     fn add_symlink(&mut self, path: &[u8], member: &Member, target: &[u8]) -> Result<(), BuildError> {
         let offset = self.write(Column::Names, target)?;
         let row = self.write_node(Column::Others, member, offset, 1, target.len() as u32)?;
+        self.symlinks += 1;
         self.add_entry(path, EntryKind::Symlink, row).map(drop)
     }
 
@@ -368,7 +373,7 @@ impl<'a> CatalogBuilder<'a> {
         drop(map);
         let count = |column: Column| extents[column as usize].count;
         let (samples, others) = (count(Column::Samples), count(Column::Others));
-        Ok(Built { file, len: end, checksum, samples, bytes: self.bytes, others })
+        Ok(Built { file, len: end, checksum, samples, bytes: self.bytes, others, symlinks: self.symlinks })
     }
 }
 

@@ -297,6 +297,8 @@ pub struct Counts {
     /// Members that were rejected: their names leave the tree or cannot be stored, or another entry
     /// has their path.
     pub refused: u64,
+    /// Files that the selection leaves out, and directories of a tree that it leaves out as a whole.
+    pub unselected: u64,
     /// Hard links in the sources.
     pub hard_links: u64,
     /// Absolute names that were made relative.
@@ -336,6 +338,7 @@ impl Counts {
         self.bytes += more.bytes;
         self.special += more.special;
         self.refused += more.refused;
+        self.unselected += more.unselected;
         self.hard_links += more.hard_links;
         self.made_relative += more.made_relative;
         self.unmarked_ends += more.unmarked_ends;

@@ -94,6 +94,9 @@ pub(crate) enum CoordinatorError {
     NodeSilent { node: NodeId, coordinator: NodeId, seconds: u64 },
     #[error("no progress on any node for {seconds} s (the session's --stage-in-timeout); it waited for: {waits_for}")]
     Stalled { seconds: u64, waits_for: String },
+    /// The sources have files, and the dataset would have none.
+    #[error("no sample is left of the sources: {}", what_left_out(*.unselected, *.refused, *.skipped))]
+    NothingLeft { unselected: u64, refused: u64, skipped: u64 },
     /// An assigned unit could not be read to its end.
     #[error("{0}")]
     UnitFailed(String),
@@ -142,6 +145,20 @@ fn by_node(free: &[u64]) -> String {
     let shown = free.iter().take(NODES_SHOWN_MAX).enumerate().map(|(node, free)| format!("node {node}: {}", show_bytes(*free)));
     let rest = if free.len() > NODES_SHOWN_MAX { ", ..." } else { "" };
     shown.collect::<Vec<_>>().join(", ") + rest
+}
+
+/// Says what left out all samples of a stage-in.
+fn what_left_out(unselected: u64, refused: u64, skipped: u64) -> String {
+    let causes = [
+        (unselected, "left out by --include, --exclude or --strip-components"),
+        (refused, "refused, because their paths cannot be stored"),
+        (skipped, "not readable"),
+    ];
+    let causes = causes
+        .iter()
+        .filter(|(count, _)| *count > 0)
+        .map(|(count, cause)| format!("{count} {} {cause}", if *count == 1 { "is" } else { "are" }));
+    causes.collect::<Vec<_>>().join(", ")
 }
 
 impl CoordinatorError {

@@ -47,6 +47,7 @@ pub(super) struct Merged {
     pub(super) bytes: u64,
     /// Directories and symlinks.
     pub(super) others: u64,
+    pub(super) symlinks: u64,
     pub(super) refused: Refused,
     pub(super) replaced: ReplacedSamples,
 }
@@ -134,8 +135,8 @@ impl MergeJob {
         }
         refused.count += histories.refused.count;
         refused.names.append(&mut histories.refused.names);
-        let Built { file, len, checksum, samples, bytes, others } = builder.finish(&|| self.stage_in.step())?;
-        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, refused, replaced })
+        let Built { file, len, checksum, samples, bytes, others, symlinks } = builder.finish(&|| self.stage_in.step())?;
+        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, symlinks, refused, replaced })
     }
 }
 

@@ -71,6 +71,10 @@ impl Publication<'_> {
         let finished = start.elapsed();
         self.stage_in.progress().phase = Phase::Merging;
         let merged = self.merge(runs).await?;
+        let Counts { unselected, refused, skipped, .. } = self.counts(&merged);
+        if merged.samples + merged.symlinks == 0 && unselected + refused + skipped > 0 {
+            return Err(CoordinatorError::NothingLeft { unselected, refused, skipped });
+        }
         self.stage_in.progress().phase = Phase::Publishing;
         let built = start.elapsed();
         self.distribute_catalog(&merged).await?;

@@ -196,7 +196,10 @@ impl<S: Sink> Worker<S> {
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         let place = keys.place_in_tar(tar.member_start(), &member);
-        let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset } = member;
+        let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark } = member;
+        if let Some(remark) = remark {
+            self.unit.counts.note(&format!("'{}' in '{}': {remark}", display(&name), archive.path.display()));
+        }
         let key = keys.key(archive, data_offset)?;
         let found = FoundMember { name, key, place, mode, mtime_s, mtime_ns };
         let kind = match kind {
@@ -271,7 +274,10 @@ impl<S: Sink> Worker<S> {
         let full = if archive.inner.is_empty() { name.to_vec() } else { [&archive.inner, &b"/"[..], name].concat() };
         let path = match self.selector.decide(&full, is_directory) {
             Decision::Take(path) => join(archive.prefix, &path),
-            Decision::Leave => return Ok(None),
+            Decision::Leave => {
+                self.unit.counts.unselected += u64::from(!is_directory);
+                return Ok(None);
+            }
             Decision::Reject(reason) => return self.refuse(archive, name, &reason.to_string()).map(|()| None),
         };
         if path.is_empty() && !is_directory {

@@ -59,8 +59,10 @@ impl<S: Sink> Worker<S> {
             return None;
         }
         let Archive { source, prefix, depth, .. } = *archive;
-        // A name that leads out of the tree is refused later, just as a file's name would be.
-        let full = normalize(&join(&archive.inner, name)).ok()?;
+        // Patterns match names as archives spell them. A name that leads out of the tree is refused later, just as a file's name would
+        // be.
+        let full = join(&archive.inner, name);
+        normalize(&full).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));
         let nested = Archive { source, path, prefix, inner, depth: depth + 1, is_decompressed: false };

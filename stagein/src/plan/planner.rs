@@ -67,7 +67,7 @@ impl<'a> Planner<'a> {
         // below the target under their own names.
         let prefix = if is_only_source || ends_with_dot { Vec::new() } else { name_of(&path)? };
         let planned = if metadata.is_dir() {
-            self.plan_tree(path, prefix, self.selection.strip_components)
+            self.plan_tree(path, b".", prefix, self.selection.strip_components)
         } else if metadata.is_file() {
             self.plan_file(path, None, &metadata)
         } else {
@@ -136,6 +136,7 @@ impl<'a> Planner<'a> {
         }
         let name = name_of(&path)?;
         if self.selector.excludes(&name) || !self.selector.includes(&name, false) {
+            self.plan.counts.unselected += 1;
             return Ok(());
         }
         self.plan.known_files += 1;
@@ -193,11 +194,17 @@ impl<'a> Planner<'a> {
     }
 
     /// Plans a tree. If components are to be stripped, its subdirectories become trees of their
-    /// own, as if the user had named them.
-    fn plan_tree(&mut self, root: PathBuf, prefix: Vec<u8>, strip: u32) -> Result<(), StageInError> {
+    /// own, as if the user had named them. Patterns match the names before that, in which the tree is `spelled`.
+    fn plan_tree(&mut self, root: PathBuf, spelled: &[u8], prefix: Vec<u8>, strip: u32) -> Result<(), StageInError> {
         if strip > 0 {
-            for subdirectory in subdirectories(&root)? {
-                self.plan_tree(subdirectory, prefix.clone(), strip - 1)?;
+            let (subdirectories, others) = subdirectories(&root)?;
+            self.plan.counts.unselected += others;
+            for subdirectory in subdirectories {
+                let spelled = join(spelled, subdirectory.file_name().unwrap_or_default().as_bytes());
+                match self.selector.excludes(&spelled) {
+                    true => self.plan.counts.unselected += 1,
+                    false => self.plan_tree(subdirectory, &spelled, prefix.clone(), strip - 1)?,
+                }
             }
             return Ok(());
         }
@@ -215,9 +222,10 @@ impl<'a> Planner<'a> {
         let selector = std::mem::replace(&mut self.selector, Selector::new(&Selection::default())?);
         let activity = self.activity;
         let check_in = |path: &Path| activity.begin(path.as_os_str().as_bytes());
-        let result = walk(&root, &selector, &check_in, &mut |item| {
+        let result = walk(&root, spelled, &selector, &check_in, &mut |item| {
             match item {
                 WalkItem::Special => self.plan.counts.special += 1,
+                WalkItem::Unselected => self.plan.counts.unselected += 1,
                 WalkItem::Unreadable(error) => self.skip_or_fail(error)?,
                 WalkItem::TooLong(path) => {
                     self.plan.counts.refused += 1;

@@ -21,6 +21,8 @@ pub(crate) enum WalkItem {
     Entry(TreeEntry),
     /// A device, FIFO or socket.
     Special,
+    /// A file that the selection leaves out, or a directory with all that is in it.
+    Unselected,
     /// A path that cannot be read. The walk continues if the callback returns `Ok`.
     Unreadable(StageInError),
     /// A path that is too long for a dataset.
@@ -31,11 +33,12 @@ pub(crate) enum WalkItem {
 /// the file's device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
-/// Calls `visit` for the tree's root and everything below it. Calls `check_in` before it examines
+/// Calls `visit` for the tree's root and everything below it. To the selector, the root is spelled `spelled`. Calls `check_in` before it examines
 /// each path, because a slow file system may take a long time to answer. An error from `check_in`
 /// ends the walk.
 pub(crate) fn walk(
     root: &Path,
+    spelled: &[u8],
     selector: &Selector,
     check_in: &dyn Fn(&Path) -> Result<(), StageInError>,
     visit: &mut dyn FnMut(WalkItem) -> Result<(), StageInError>,
@@ -64,10 +67,12 @@ pub(crate) fn walk(
             continue;
         }
         let is_directory = metadata.is_dir() || is_root;
-        if !is_root && (selector.excludes(&name) || !is_directory && !selector.includes(&name, false)) {
+        let spelled = join(spelled, &name);
+        if !is_root && (selector.excludes(&spelled) || !is_directory && !selector.includes(&spelled, false)) {
+            visit(WalkItem::Unselected)?;
             continue;
         }
-        if is_root || selector.includes(&name, is_directory) {
+        if is_root || selector.includes(&spelled, is_directory) {
             let metadata = if is_root { fs::metadata(&path).map_err(|error| unreadable(&path, error))? } else { metadata };
             match kind_of(&path, &name, &metadata, &mut links) {
                 Err(error) => visit(WalkItem::Unreadable(unreadable(&path, error)))?,
@@ -127,12 +132,14 @@ impl Waiting {
     }
 }
 
-/// Returns the subdirectories of a directory, sorted. They become the roots of trees when a
-/// component is stripped.
-pub(crate) fn subdirectories(path: &Path) -> Result<Vec<PathBuf>, StageInError> {
+/// Returns the subdirectories of a directory, sorted, and how many other names it has. The former become the roots of trees when a
+/// component is stripped, and nothing is left of the latter.
+pub(crate) fn subdirectories(path: &Path) -> Result<(Vec<PathBuf>, u64), StageInError> {
     let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
     let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));
-    Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir())).collect())
+    let is_directory = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir());
+    let (directories, others): (Vec<_>, Vec<_>) = paths.partition(is_directory);
+    Ok((directories, others.len() as u64))
 }
 
 /// Returns the entry of a source that is a single file.

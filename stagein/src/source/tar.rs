@@ -51,6 +51,8 @@ pub(crate) struct TarMember {
     pub(crate) mtime_ns: u32,
     /// Offset of the data in the tar, counted after decompression.
     pub(crate) data_offset: u64,
+    /// What is wrong with a field that the member can do without.
+    pub(crate) remark: Option<&'static str>,
 }
 
 /// The reason why reading an archive cannot continue.
@@ -100,6 +102,8 @@ pub(crate) struct TarReader<R> {
     member_start: u64,
     /// A header block that [`Self::resume`] has read ahead.
     pending: Option<[u8; BLOCK_LEN]>,
+    /// What a malformed extended header says about the next member, up to where it is malformed.
+    salvaged: Option<Extension>,
 }
 
 impl<R: Skip> TarReader<R> {
@@ -110,7 +114,17 @@ impl<R: Skip> TarReader<R> {
     /// Creates a reader in the middle of an archive, between two members. `global` holds the fields
     /// that global extended headers before that position have set.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
-        Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
+        Self {
+            input,
+            position,
+            data_left: 0,
+            padding: 0,
+            global,
+            expansion: None,
+            member_start: position,
+            pending: None,
+            salvaged: None,
+        }
     }
 
     /// Returns the offset of the current member's first header.
@@ -137,7 +151,7 @@ impl<R: Skip> TarReader<R> {
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
         self.skip_data()?;
         self.member_start = self.position;
-        let mut extension = self.global.clone();
+        let mut extension = self.salvaged.take().unwrap_or_else(|| self.global.clone());
         let mut has_extension = false;
         loop {
             let offset = self.position;
@@ -154,7 +168,10 @@ impl<R: Skip> TarReader<R> {
             let header = Header::parse(&block).map_err(|reason| damaged(offset, reason))?;
             match header.kind {
                 Type::Extended => {
-                    extension.parse(&self.read_extension(offset, header.size)?).map_err(|reason| damaged(offset, reason))?;
+                    if let Err(reason) = extension.parse(&self.read_extension(offset, header.size)?) {
+                        self.salvaged = Some(extension);
+                        return Err(damaged(offset, reason));
+                    }
                 }
                 Type::Global => {
                     let text = self.read_extension(offset, header.size)?;
@@ -188,11 +205,19 @@ impl<R: Skip> TarReader<R> {
         header: Header,
         mut extension: Extension,
     ) -> Result<TarMember, TarError> {
-        let size = extension.size.unwrap_or(header.size);
         let name = extension.path.unwrap_or(header.name);
+        // Before POSIX, a directory was a file whose name ends with a slash. Some programs still write directories that way.
+        let kind = match header.kind {
+            Type::File if extension.sparse.is_none() && name.ends_with(b"/") => Type::Directory,
+            kind => kind,
+        };
+        let size = if kind.has_data() { extension.size.unwrap_or(header.size) } else { 0 };
         let link = extension.link_path.unwrap_or(header.link);
         let (mtime_s, mtime_ns) = extension.mtime.unwrap_or((header.mtime_s, 0));
-        if header.kind == Type::Sparse || extension.sparse.is_some() && header.kind == Type::File {
+        let odd_mtime =
+            extension.has_odd_mtime.then_some("the modification time in its extended header is not a number, or too large");
+        let remark = odd_mtime.or(header.remark);
+        if kind == Type::Sparse || extension.sparse.is_some() && kind == Type::File {
             let sparse_name = extension.sparse.as_mut().and_then(|sparse| sparse.name.take());
             let expansion = match extension.sparse {
                 Some(sparse) => {
@@ -206,23 +231,19 @@ impl<R: Skip> TarReader<R> {
             self.expansion = Some(expansion);
             let (data_offset, name) = (self.position, sparse_name.unwrap_or(name));
             let (kind, mode, stored_len) = (TarKind::File, header.mode, self.data_left);
-            return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset });
+            return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark });
         }
-        let (kind, data_len) = match header.kind {
-            // Before POSIX, a directory was a file whose name ends with a slash. Some programs still
-            // write directories that way.
-            Type::File if name.ends_with(b"/") => (TarKind::Directory, size),
-            Type::File => (TarKind::File, size),
-            Type::Directory => (TarKind::Directory, size),
-            Type::Symlink => (TarKind::Symlink(link), size),
-            // A hard link has no data, even if its header repeats the file's size.
-            Type::HardLink => (TarKind::HardLink(link), 0),
-            _ => (TarKind::Special, size),
+        let kind = match kind {
+            Type::File => TarKind::File,
+            Type::Directory | Type::ListedDirectory => TarKind::Directory,
+            Type::Symlink => TarKind::Symlink(link),
+            Type::HardLink => TarKind::HardLink(link),
+            _ => TarKind::Special,
         };
-        self.expect_data(data_len);
+        self.expect_data(size);
         let data_offset = self.position;
         let size = if kind == TarKind::File { size } else { 0 };
-        Ok(TarMember { name, kind, size, stored_len: size, mode: header.mode, mtime_s, mtime_ns, data_offset })
+        Ok(TarMember { name, kind, size, stored_len: size, mode: header.mode, mtime_s, mtime_ns, data_offset, remark })
     }
 
     fn expect_data(&mut self, len: u64) {
@@ -297,6 +318,12 @@ impl<R: Skip> TarReader<R> {
     /// the offset `until`. Returns `false` if there is none.
     pub(crate) fn resume(&mut self, until: u64) -> bool {
         (self.data_left, self.padding, self.expansion) = (0, 0, None);
+        // Headers begin on blocks, counted from the beginning of the tar.
+        let padding = self.position.wrapping_neg() % BLOCK_LEN as u64;
+        if padding > 0 && self.input.skip(padding).is_err() {
+            return false;
+        }
+        self.position += padding;
         while self.position < until {
             match self.read_header_block() {
                 Ok(Some(block)) if header::checksum_matches(&block) => {
@@ -304,7 +331,8 @@ impl<R: Skip> TarReader<R> {
                     self.pending = Some(block);
                     return true;
                 }
-                Ok(Some(_)) => {}
+                // The member about which the extended header was is damaged, too.
+                Ok(Some(_)) => self.salvaged = None,
                 Ok(None) | Err(_) => return false,
             }
         }

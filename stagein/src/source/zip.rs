@@ -61,6 +61,11 @@ pub(crate) fn is_zip(start: &[u8]) -> bool {
     start.starts_with(b"PK\x03\x04") || start.starts_with(b"PK\x05\x06")
 }
 
+/// Returns whether a file ends as a zip does, whatever comes first: a self-extracting zip begins with a program.
+pub(crate) fn ends_as_zip(file: &File) -> bool {
+    Directory::find(file).is_ok()
+}
+
 /// Consecutive records of the central directory that make one unit.
 pub(crate) struct Part {
     /// The records, unparsed.

@@ -210,3 +210,18 @@ fn with_keep_going_damaged_members_are_skipped() {
     let staged = run_simply(&[file.path()], &selection).unwrap();
     assert_eq!((staged.tree().len(), staged.counts.skipped > 0), (1, true), "{:?}", staged.counts);
 }
+
+#[test]
+fn an_odd_time_costs_a_remark_and_no_member() {
+    let odd =
+        [pax(b'x', "mtime", "NaN"), header(b"a", b'0', 0, MAGICS[0]), header(b"b", b'0', 0, MAGICS[0]), vec![0; 1024]].concat();
+    let mut file = tempfile::NamedTempFile::with_suffix(".tar").unwrap();
+    file.write_all(&odd).unwrap();
+    let staged = run_simply(&[file.path()], &Selection::default()).unwrap();
+    assert_eq!(staged.tree().keys().collect::<Vec<_>>(), ["a", "b"]);
+    assert!(
+        matches!(&staged.counts.notes[..], [note] if note.contains("'a'") && note.contains("time")),
+        "{:?}",
+        staged.counts.notes
+    );
+}

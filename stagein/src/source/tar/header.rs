@@ -7,6 +7,8 @@ use super::BLOCK_LEN;
 pub(super) enum Type {
     File,
     Directory,
+    /// A directory whose data is a list of names, from an incremental backup.
+    ListedDirectory,
     Symlink,
     HardLink,
     Special,
@@ -34,6 +36,16 @@ pub(super) struct Header {
     pub(super) size: u64,
     pub(super) mode: u32,
     pub(super) mtime_s: i64,
+    /// What is wrong with a field that the member can do without.
+    pub(super) remark: Option<&'static str>,
+}
+
+impl Type {
+    /// Returns whether data may follow the header. The other types have none, even if the header states a size: some programs repeat
+    /// there the size of what a link points to, or what a directory takes.
+    pub(super) fn has_data(self) -> bool {
+        !matches!(self, Self::Directory | Self::Symlink | Self::HardLink | Self::Special)
+    }
 }
 
 /// Returns whether the checksum field matches the block. Some old versions of tar summed signed
@@ -60,7 +72,8 @@ impl Header {
             b'1' => Type::HardLink,
             b'2' => Type::Symlink,
             b'3' | b'4' | b'6' => Type::Special,
-            b'5' | b'D' => Type::Directory,
+            b'5' => Type::Directory,
+            b'D' => Type::ListedDirectory,
             b'S' => Type::Sparse,
             b'x' | b'X' => Type::Extended,
             b'g' => Type::Global,
@@ -76,16 +89,19 @@ impl Header {
             name = [&text(&block[345..500]), &b"/"[..], &name].concat();
         }
         let size = number(&block[124..136]).and_then(|size| u64::try_from(size).ok()).filter(|&size| size < 1 << 62);
+        let size = match kind.has_data() {
+            true => size.ok_or("a header's size is not a number, or too large")?,
+            false => 0,
+        };
         let mtime_s = number(&block[136..148]).and_then(|time| i64::try_from(time).ok());
-        let mode = number(&block[100..108]).ok_or("a header's mode is not a number")?;
-        Ok(Self {
-            name,
-            link: text(&block[157..257]),
-            kind,
-            size: size.ok_or("a header's size is not a number, or too large")?,
-            mode: (mode & 0o7777) as u32,
-            mtime_s: mtime_s.ok_or("a header's modification time is not a number, or too large")?,
-        })
+        let mode = number(&block[100..108]);
+        let remark = match (mode, mtime_s) {
+            (None, _) => Some("its mode is not a number"),
+            (_, None) => Some("its modification time is not a number, or too large"),
+            _ => None,
+        };
+        let mode = mode.map_or(if kind == Type::Directory { 0o755 } else { 0o644 }, |mode| (mode & 0o7777) as u32);
+        Ok(Self { name, link: text(&block[157..257]), kind, size, mode, mtime_s: mtime_s.unwrap_or(0), remark })
     }
 }
 

@@ -9,6 +9,8 @@ pub(crate) struct Extension {
     pub(super) link_path: Option<Vec<u8>>,
     pub(super) size: Option<u64>,
     pub(super) mtime: Option<(i64, u32)>,
+    /// Whether the last time that was stated is none, so that the header's applies.
+    pub(super) has_odd_mtime: bool,
     pub(crate) sparse: Option<PaxSparse>,
 }
 
@@ -36,8 +38,10 @@ impl Extension {
             b"linkpath" => self.link_path = text(),
             b"size" if value.is_empty() => self.size = None,
             b"size" => self.size = Some(ascii(value)?.parse().ok().filter(|&size: &u64| size < 1 << 62)?),
-            b"mtime" if value.is_empty() => self.mtime = None,
-            b"mtime" => self.mtime = Some(time(ascii(value)?)?),
+            b"mtime" => {
+                self.mtime = ascii(value).and_then(time);
+                self.has_odd_mtime = self.mtime.is_none() && !value.is_empty();
+            }
             _ => {
                 if let Some(key) = key.strip_prefix(b"GNU.sparse.") {
                     self.sparse.get_or_insert_default().set(key, value)?;
@@ -79,6 +83,8 @@ impl Extension {
                 _ => format!("{seconds}.{nanoseconds:09}"),
             };
             record("mtime", text.as_bytes());
+        } else if self.has_odd_mtime {
+            record("mtime", b"none");
         }
         text
     }
@@ -113,6 +119,11 @@ mod tests {
         extension.parse(b"15 path=a/\xff\xfe=b\n20 mtime=12.5000001\n12 size=500\n").unwrap();
         assert_eq!(extension.path.as_deref(), Some(&b"a/\xff\xfe=b"[..]));
         assert_eq!((extension.mtime, extension.size), (Some((12, 500_000_100)), Some(500)));
+        for odd in ["NaN", "1.7e9", "1e20", "-", "99999999999999999999"] {
+            let (mut odd_time, len) = (Extension { mtime: Some((1, 0)), ..Extension::default() }, odd.len() + 10);
+            odd_time.parse(format!("{len} mtime={odd}\n").as_bytes()).unwrap();
+            assert_eq!((odd_time.mtime, odd_time.has_odd_mtime), (None, true), "{odd}");
+        }
         for (text, expect) in
             [("5", Some((5, 0))), ("-1.25", Some((-2, 750_000_000))), ("1.2.3", None), ("", None), ("1.0000000009", Some((1, 0)))]
         {
@@ -128,6 +139,7 @@ mod tests {
                 link_path: Some(b"x".to_vec()),
                 size: Some(1 << 40),
                 mtime: Some(mtime),
+                has_odd_mtime: false,
                 sparse: None,
             };
             let mut again = Extension::default();

@@ -114,12 +114,7 @@ impl Record {
             _ if size > 0 => ZipKind::File,
             _ => ZipKind::Special,
         };
-        let mode = match unix_mode & 0o777 {
-            _ if unix_mode != 0 => unix_mode & 0o777,
-            _ if is_directory => 0o755,
-            _ if attributes & 1 != 0 => 0o444,
-            _ => 0o644,
-        };
+        let mode = if unix_mode != 0 { unix_mode & 0o777 } else { mode_of_dos(system, attributes, is_directory) };
         let (mtime_s, mtime_ns) = time(extra).unwrap_or_else(|| (dos_time(u16_at(bytes, 14), u16_at(bytes, 12)), 0));
         Ok(Self {
             name,
@@ -135,6 +130,18 @@ impl Record {
             local,
             offset,
         })
+    }
+}
+
+/// Returns the mode of a member that was not stored on a system with modes. As in unzip, what programs of DOS have stored in the place
+/// of a mode counts if it does not contradict the attributes.
+fn mode_of_dos(system: u8, attributes: u32, is_directory: bool) -> u32 {
+    let (is_read_only, stated) = (attributes & 1 != 0, attributes >> 16 & 0o777);
+    let bits = if is_read_only { 0 } else { 2 } | u32::from(is_directory);
+    match stated & 0o700 == 0o400 | bits << 6 {
+        true if system == DOS => stated,
+        // What is writable is so for everybody but the usual umask.
+        _ => 0o444 | bits << 6 | (bits & 1) << 3 | bits & 1,
     }
 }
 
@@ -237,6 +244,23 @@ mod tests {
         extra.extend(b"long");
         assert_eq!(name(b"x", false, UNIX, &extra), b"long");
         assert_eq!(name(b"y", false, UNIX, &extra), b"y");
+    }
+
+    #[test]
+    fn members_without_a_mode_have_the_one_that_unzip_gives_them() {
+        let check = |system, attributes, is_directory, expect| {
+            let mode = mode_of_dos(system, attributes, is_directory);
+            assert_eq!(mode, expect, "{system} {attributes:#x} {is_directory}");
+        };
+        check(DOS, 0x20, false, 0o644);
+        check(DOS, 0x21, false, 0o444);
+        check(DOS, 0x10, true, 0o755);
+        check(DOS, 0x11, true, 0o555);
+        check(DOS, 0o100_640 << 16 | 0x20, false, 0o640);
+        check(DOS, 0o100_755 << 16 | 0x20, false, 0o644);
+        check(DOS, 0o100_440 << 16 | 0x21, false, 0o440);
+        check(DOS, 0o040_700 << 16 | 0x10, true, 0o700);
+        check(10, 0o100_600 << 16 | 0x20, false, 0o644);
     }
 
     #[test]

@@ -256,9 +256,7 @@ impl Reporter {
             }
         }
         if summary.samples == 0 {
-            complain(
-                "warning: the dataset is empty; check whether --include, --exclude or --strip-components leaves everything out",
-            );
+            complain("warning: the dataset is empty, because the sources are");
         }
         if !self.has_decided_on_archives && summary.archives > 0 && summary.archives * 10 >= summary.samples * 9 {
             complain(format_args!(
