@@ -182,10 +182,7 @@ pub(crate) fn at<R: Failed>(
     ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
     kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
-    match side_of(directory, path) {
-        Side::Kernel => kernel(directory, path),
-        Side::Ours(path) => in_namespace(&path, false, &ours, &kernel),
-    }
+    on_either_side(false, directory, path, ours, kernel)
 }
 
 /// Like [`at`], for a call that may fail with EINTR if the program's handlers want that.
@@ -196,9 +193,20 @@ pub(crate) fn at_until_signal<R: Failed>(
     ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
     kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
 ) -> R {
+    on_either_side(true, directory, path, ours, kernel)
+}
+
+#[inline]
+fn on_either_side<R: Failed>(
+    may_fail: bool,
+    directory: RawFd,
+    path: FromC<*const c_char>,
+    ours: impl Fn(&View, &[u8]) -> Result<R, Fault>,
+    kernel: impl Fn(RawFd, FromC<*const c_char>) -> R,
+) -> R {
     match side_of(directory, path) {
         Side::Kernel => kernel(directory, path),
-        Side::Ours(path) => in_namespace(&path, true, &ours, &kernel),
+        Side::Ours(path) => in_namespace(&path, may_fail, &ours, &kernel),
     }
 }
 

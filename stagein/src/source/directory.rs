@@ -33,9 +33,9 @@ pub(crate) enum WalkItem {
 /// the file's device and inode.
 type Links = HashMap<(u64, u64), Vec<u8>>;
 
-/// Calls `visit` for the tree's root and everything below it. To the selector, the root is spelled `spelled`. Calls `check_in` before it examines
-/// each path, because a slow file system may take a long time to answer. An error from `check_in`
-/// ends the walk.
+/// Calls `visit` for the tree's root and everything below it. Patterns see names that begin with `spelled`, the root's name. Calls
+/// `check_in` before it examines each path, because a slow file system may take a long time to answer. An error from `check_in` ends
+/// the walk.
 pub(crate) fn walk(
     root: &Path,
     spelled: &[u8],
