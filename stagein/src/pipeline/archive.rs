@@ -196,7 +196,11 @@ impl<S: Sink> Worker<S> {
         keys: &mut Keys,
     ) -> Result<(), StageInError> {
         let place = keys.place_in_tar(tar.member_start(), &member);
-        let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark } = member;
+        let TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark, flaw } = member;
+        if let Some((offset, reason)) = flaw {
+            let error = self.tar_error(archive, TarError::Damaged { offset, reason: reason.to_owned() });
+            self.skip_or_fail(error)?;
+        }
         if let Some(remark) = remark {
             self.unit.counts.note(&format!("'{}' in '{}': {remark}", display(&name), archive.path.display()));
         }

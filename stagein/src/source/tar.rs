@@ -53,6 +53,8 @@ pub(crate) struct TarMember {
     pub(crate) data_offset: u64,
     /// What is wrong with a field that the member can do without.
     pub(crate) remark: Option<&'static str>,
+    /// Where an extended header of the member is malformed, and how. What the header says before that place counts.
+    pub(crate) flaw: Option<(u64, &'static str)>,
 }
 
 /// The reason why reading an archive cannot continue.
@@ -102,8 +104,6 @@ pub(crate) struct TarReader<R> {
     member_start: u64,
     /// A header block that [`Self::resume`] has read ahead.
     pending: Option<[u8; BLOCK_LEN]>,
-    /// What a malformed extended header says about the next member, up to where it is malformed.
-    salvaged: Option<Extension>,
 }
 
 impl<R: Skip> TarReader<R> {
@@ -114,17 +114,7 @@ impl<R: Skip> TarReader<R> {
     /// Creates a reader in the middle of an archive, between two members. `global` holds the fields
     /// that global extended headers before that position have set.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
-        Self {
-            input,
-            position,
-            data_left: 0,
-            padding: 0,
-            global,
-            expansion: None,
-            member_start: position,
-            pending: None,
-            salvaged: None,
-        }
+        Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
     }
 
     /// Returns the offset of the current member's first header.
@@ -151,8 +141,8 @@ impl<R: Skip> TarReader<R> {
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
         self.skip_data()?;
         self.member_start = self.position;
-        let mut extension = self.salvaged.take().unwrap_or_else(|| self.global.clone());
-        let mut has_extension = false;
+        let mut extension = self.global.clone();
+        let (mut has_extension, mut flaw) = (false, None);
         loop {
             let offset = self.position;
             let Some(block) = self.read_header_block()? else {
@@ -169,8 +159,7 @@ impl<R: Skip> TarReader<R> {
             match header.kind {
                 Type::Extended => {
                     if let Err(reason) = extension.parse(&self.read_extension(offset, header.size)?) {
-                        self.salvaged = Some(extension);
-                        return Err(damaged(offset, reason));
+                        flaw = flaw.or(Some((offset, reason)));
                     }
                 }
                 Type::Global => {
@@ -185,7 +174,11 @@ impl<R: Skip> TarReader<R> {
                 Type::LongName => extension.path = Some(until_nul(self.read_extension(offset, header.size)?)),
                 Type::LongLink => extension.link_path = Some(until_nul(self.read_extension(offset, header.size)?)),
                 Type::Ignored => self.expect_data(header.size),
-                _ => return self.member(offset, &block, header, extension).map(Next::Member),
+                _ => {
+                    return self
+                        .member(offset, &block, header, extension)
+                        .map(|member| Next::Member(TarMember { flaw, ..member }));
+                }
             }
             has_extension = true;
             self.skip_data()?;
@@ -231,7 +224,7 @@ impl<R: Skip> TarReader<R> {
             self.expansion = Some(expansion);
             let (data_offset, name) = (self.position, sparse_name.unwrap_or(name));
             let (kind, mode, stored_len) = (TarKind::File, header.mode, self.data_left);
-            return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark });
+            return Ok(TarMember { name, kind, size, stored_len, mode, mtime_s, mtime_ns, data_offset, remark, flaw: None });
         }
         let kind = match kind {
             Type::File => TarKind::File,
@@ -243,7 +236,18 @@ impl<R: Skip> TarReader<R> {
         self.expect_data(size);
         let data_offset = self.position;
         let size = if kind == TarKind::File { size } else { 0 };
-        Ok(TarMember { name, kind, size, stored_len: size, mode: header.mode, mtime_s, mtime_ns, data_offset, remark })
+        Ok(TarMember {
+            name,
+            kind,
+            size,
+            stored_len: size,
+            mode: header.mode,
+            mtime_s,
+            mtime_ns,
+            data_offset,
+            remark,
+            flaw: None,
+        })
     }
 
     fn expect_data(&mut self, len: u64) {
@@ -331,8 +335,7 @@ impl<R: Skip> TarReader<R> {
                     self.pending = Some(block);
                     return true;
                 }
-                // The member about which the extended header was is damaged, too.
-                Ok(Some(_)) => self.salvaged = None,
+                Ok(Some(_)) => {}
                 Ok(None) | Err(_) => return false,
             }
         }

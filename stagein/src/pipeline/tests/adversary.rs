@@ -225,3 +225,15 @@ fn an_odd_time_costs_a_remark_and_no_member() {
         staged.counts.notes
     );
 }
+
+#[test]
+fn with_keep_going_a_malformed_header_has_the_same_result_however_it_is_split() {
+    let selection = Selection { keep_going: true, ..Selection::default() };
+    let member = |name: &[u8], data: &[u8]| [header(name, b'0', data.len() as u64, MAGICS[0]), padded(data.to_vec())].concat();
+    let records = b"12 path=nnn\nbroken".to_vec();
+    let malformed = [header(b"pax", b'x', records.len() as u64, MAGICS[0]), padded(records)].concat();
+    let bytes = [member(b"a", b"1"), malformed, member(b"b", b"2"), member(b"c", b"3"), vec![0; 1024]].concat();
+    for seed in 0..20 {
+        check(&bytes, &mut StdRng::seed_from_u64(3000 + seed), &selection);
+    }
+}

@@ -168,7 +168,7 @@ fn read_what_there_is(bytes: &[u8]) -> (Vec<(String, Vec<u8>)>, bool) {
             Ok(Next::End(_)) => break,
             Ok(Next::Member(member)) => {
                 let (mut data, name) = (Vec::new(), String::from_utf8(member.name).unwrap());
-                is_good &= member.remark.is_none();
+                is_good &= member.remark.is_none() && member.flaw.is_none();
                 if reader.read_to_end(&mut data).is_err() {
                     is_good = false;
                 } else if member.kind == TarKind::File {
