@@ -7,7 +7,8 @@
 //!
 //! # Parts
 //!
-//! - [`session`]: the sequence of events in one session, and the promises that are checked.
+//! - [`session`]: the sequence of events in one session, and the promises that are checked. [`reader`]: a process that reads.
+//!   [`copies`]: whether all copies are there in the end.
 //! - [`net`]: the simulated network. [`faults`]: what goes wrong, and when.
 //! - [`supervisor`]: who is a member, by the production rules. Nodes are lost, return, and take over from lost coordinators.
 //! - [`jobs`]: blocking work, one job at a time, in an order that the seed decides.
@@ -17,12 +18,14 @@
 //! - [`returns`]: nodes that return to a session whose datasets have changed.
 //! - [`source`]: the archives that are staged in. [`random`]: random numbers from a seed.
 
+mod copies;
 mod faults;
 mod jobs;
 mod net;
 mod origins;
 mod planted;
 mod random;
+mod reader;
 mod returns;
 mod session;
 mod source;

@@ -18,7 +18,8 @@ use super::faults::{Blow, Fault, apply, strike_nodes};
 use super::jobs::{Jobs, Pool};
 use super::net::Net;
 use super::random::Random;
-use super::session::{Session, dataset};
+use super::reader::dataset;
+use super::session::Session;
 use super::source::{Files, Source, scratch};
 use super::supervisor::Supervisor;
 use crate::Node;
@@ -290,18 +291,6 @@ impl Session<'_> {
         }
     }
 
-    /// Checks that copies that a blow has cost are made again.
-    fn check_copies(&self, alive: &[Arc<Node>], copies: u16) {
-        let shown: Vec<_> = alive.iter().filter_map(|server| dataset(server, TARGET)).collect();
-        let Some(catalog) = shown.first().map(|dataset| dataset.catalog()) else { return };
-        let wanted = usize::from(copies).min(shown.len());
-        let is_short = |block: &BlockId| shown.iter().filter(|dataset| dataset.is_local(*block)).count() < wanted;
-        let short = (0..catalog.header().blocks).map(BlockId).filter(is_short).count();
-        if copies > 1 && short > 0 {
-            self.broken(format!("{short} blocks are on fewer than {wanted} nodes"));
-        }
-    }
-
     /// Returns whether the stage-in had the step at which the case strikes.
     async fn strike(&self, case: &Case, (sources, files): (&[&Source], &Files), random: &mut Random, jobs: Arc<Jobs>) -> bool {
         let servers = self.start_joined(random, jobs).await;
@@ -327,7 +316,7 @@ impl Session<'_> {
         if visible == alive.len() {
             self.check_visible(&alive, TARGET, files).await;
             if !case.may_lose_samples() {
-                self.check_copies(&alive, case.copies);
+                self.check_copies(&alive);
                 self.read_all(&alive, TARGET, files).await;
             }
         }

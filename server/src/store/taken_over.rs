@@ -113,7 +113,7 @@ impl Dataset {
     }
 
     /// Returns whether a block stays on this node once it has come here.
-    pub(super) fn is_kept(&self, block: BlockId) -> bool {
+    pub(crate) fn is_kept(&self, block: BlockId) -> bool {
         self.copies() > 1
             && !self.has_own_copy(block)
             && (self.is_to_come_back(block) || self.takes_over(block, &self.taken_over().kept_for))
