@@ -16,7 +16,7 @@ SETTLE_S = 8 + 5
 RETURN_S = 30
 # When a silent server is lost, and when it ends by itself, in seconds: the defaults of `--lost-after` and of the lease.
 LOST_S = 30
-LEASE_S = 30
+LEASE_S = 90
 # How long other nodes may take to recover what was lost, in seconds.
 RECOVERY_S = 120
 # How long an epoch may take, in seconds.

@@ -6,6 +6,7 @@ mod chaos;
 mod commands;
 mod conflicts;
 mod copies;
+mod cut_off;
 mod deadlines;
 mod doctor;
 mod drives;

@@ -16,7 +16,7 @@ mod inject;
 mod launch;
 mod leftovers;
 mod log;
-mod network;
+pub(crate) mod network;
 mod planted;
 mod promises;
 mod reader;

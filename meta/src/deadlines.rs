@@ -83,8 +83,8 @@ deadlines! {
     lease_interval = Duration::from_secs(1);
     /// How long a server keeps serving without a renewal of its lease before it exits. The time is
     /// counted in intervals, so a server that was stopped does not find the time expired when it
-    /// continues.
-    lease = Duration::from_secs(30);
+    /// continues. A server that is cut off counts as lost before, and has the rest of this time to return with its blocks.
+    lease = Duration::from_secs(90);
     /// How long a server goes on publishing datasets without a renewal of its lease. Counted like the lease.
     publish_lease = Duration::from_secs(20);
     /// How long a server may be silent before the supervisor counts it as lost. Counted like the lease. `--lost-after` sets this
@@ -234,6 +234,7 @@ impl Deadlines {
             ms(self.progress_interval) < ms(self.request), "a node's reports are more frequent than the deadline of one report";
             ms(self.lease_interval) * 3 <= ms(self.publish_lease), "two renewals of the lease may be late before a server stops publishing";
             ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lease), "a server stops publishing before it exits";
+            ms(self.lost_after) * 2 <= ms(self.lease), "a server that is lost because it is cut off has as long again to return";
             ms(self.publish_lease) + ms(self.lease_interval) <= ms(self.lost_after), "a silent server stops publishing before it counts as lost";
             ms(self.lease_interval) <= ms(self.reconnect), "a closed control channel is noticed by the next renewal";
             ms(self.progress_interval) * 8 <= ms(self.catch_up), "a new server tries several times to catch up";

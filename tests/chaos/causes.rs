@@ -53,7 +53,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("the server of this node does not answer", Cause::OwnServer),
     ("the server of node ", Cause::OwnServer),
     ("no live node", Cause::OwnServer),
-    ("has no node", Cause::OwnServer),
+    ("has no live node", Cause::OwnServer),
     ("its bytes are gone", Cause::Gone),
     ("the dataset no longer exists", Cause::Gone),
     ("the session has ended", Cause::Gone),

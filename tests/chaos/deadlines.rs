@@ -75,9 +75,9 @@ pub(crate) fn of_standstill() -> Duration {
     deadlines().peer_lost / 2
 }
 
-/// Returns how long a server may be cut off without being lost, or losing its supervisor. The rest is for a machine that is busy.
+/// Returns how long a server may be cut off without ending. The rest is for a machine that is busy.
 pub(crate) fn of_outage() -> Duration {
-    deadlines().lost_after * 4 / 5
+    deadlines().lease * 4 / 5
 }
 
 /// Returns the time after a fault within which its errors may still appear.

@@ -44,18 +44,7 @@ impl Launched {
         let command = |name: &str| {
             let mut command = match network {
                 None => ground.dayfly(),
-                Some(network) => {
-                    let plain = ground.dayfly();
-                    let mut command = network.in_supervisors(env!("CARGO_BIN_EXE_dayfly"));
-                    for (name, value) in plain.get_envs() {
-                        match value {
-                            Some(value) => command.env(name, value),
-                            None => command.env_remove(name),
-                        };
-                    }
-                    command.current_dir(ground.work.path()).stdin(Stdio::null());
-                    command
-                }
+                Some(network) => network.dayfly(&ground),
             };
             command.arg(name);
             match network {

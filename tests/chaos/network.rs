@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::harness::Ground;
+
 /// No network interface has this address, so that whatever is sent to it is lost.
 const NOBODY: &str = "02:00:00:00:00:99";
 
@@ -98,10 +100,17 @@ exit $status
         ["--hosts".to_owned(), self.all_nodes(), "--launcher".to_owned(), "ssh".to_owned()]
     }
 
-    /// Returns a command that runs a program in the supervisor's namespace.
-    pub(crate) fn in_supervisors(&self, program: &str) -> Command {
+    /// Returns the command `dayfly` as [`Ground::dayfly`] does, but in the supervisor's namespace.
+    pub(crate) fn dayfly(&self, ground: &Ground) -> Command {
         let mut command = crate::harness::program("ip");
-        command.args(["netns", "exec", &self.host(self.nodes), program]);
+        command.args(["netns", "exec", &self.host(self.nodes), env!("CARGO_BIN_EXE_dayfly")]);
+        for (name, value) in ground.dayfly().get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.current_dir(ground.work.path()).stdin(Stdio::null());
         command.env("PATH", format!("{}:{}", self.folder.join("bin").display(), std::env::var("PATH").unwrap()));
         command
     }

@@ -19,11 +19,11 @@ const NAMESPACES_INTERVAL: u64 = 3;
 /// One seed in so many has a session whose leases are renewed along a tree, as in large sessions.
 const LEASE_TREE_INTERVAL: u64 = 4;
 const TAGS: u8 = 3;
-/// By the time a server has been stopped for this long, the supervisor has declared it lost (`lost_after` is six times as long as the
+/// By the time a server has been stopped or cut off for this long, the supervisor has declared it lost (`lost_after` is six times as long as the
 /// deadline after which a peer is lost).
 pub(crate) const UNTIL_LOST: u32 = 7000;
 /// A node that is cut off for this long is lost, and its server has ended because it heard nothing of the supervisor.
-const UNTIL_ENDED: u32 = 9000;
+const UNTIL_ENDED: u32 = 21_000;
 /// How often a run may kill the server of one node that the supervisor replaces. After that, the pauses before a new one is started
 /// are long.
 const KILLS_MAX: usize = 2;
@@ -379,8 +379,8 @@ impl Choices {
         let lasts = match cut {
             Cut::Power(_) => UNTIL_LOST,
             Cut::OneWay { .. } => self.random.random_range(300..3000),
-            // Shorter than the time after which a peer is lost, shorter than `--lost-after`, or longer than both.
-            _ => *[300, 800, 2500, 4000, UNTIL_ENDED].choose(&mut self.random).unwrap(),
+            // Shorter than the time after which a peer is lost, shorter than `--lost-after`, shorter than the lease, or longer than all.
+            _ => *[300, 800, 2500, UNTIL_LOST, UNTIL_ENDED].choose(&mut self.random).unwrap(),
         };
         (Some(Fault::Cut(cut)), lasts)
     }

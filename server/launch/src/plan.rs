@@ -58,6 +58,7 @@ impl SessionPlan {
         }
         if let Some(lost_after) = options.lost_after {
             deadlines.lost_after = lost_after;
+            deadlines.lease = deadlines.lease.max(lost_after * 3);
             // A server stops publishing before it counts as lost.
             deadlines.publish_lease = deadlines.publish_lease.min(lost_after * 2 / 3);
         }

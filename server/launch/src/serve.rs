@@ -353,7 +353,7 @@ impl Serving {
         let server = &server;
         send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
         let (mut loss, mut gave_up, patience) = (None, None, invitation.settings.deadlines.lease_interval);
-        let (mut ends_session, mut is_told_by_signal) = (false, false);
+        let (mut ends_session, mut is_told_by_signal, mut is_cut_off) = (false, false, false);
         let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;
         let mut follower = Follower::new(server, node, dialer, sender, receiver);
         let cause = tokio::select! {
@@ -380,7 +380,10 @@ impl Serving {
                         gave_up = Some(reason);
                         "it cannot catch up with the session"
                     }
-                    Parting::Lost(cause) => stay(server, &location, Duration::from_millis(invitation.keep_ms), cause).await,
+                    Parting::Lost(cause) => {
+                        is_cut_off = true;
+                        stay(server, &location, Duration::from_millis(invitation.keep_ms), cause).await
+                    }
                 }
             } => cause,
         };
@@ -403,7 +406,8 @@ impl Serving {
             // If the supervisor is gone, nobody else ends the other nodes.
             let _ = timeout(patience, server.end_others()).await;
         }
-        if gave_up.is_none() {
+        // A supervisor that can be reached again later is to start a new server, as for one that has died.
+        if gave_up.is_none() && !is_cut_off {
             follower.tell(&FromServer::Ended { ends_session }).await;
         }
         server.close();

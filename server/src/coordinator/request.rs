@@ -90,7 +90,7 @@ fn show_waiting(events: &mpsc::Sender<Event>) {
 async fn run_once(peers: &Peers, id: u64, request: &StageInRequest, events: &mpsc::Sender<Event>) -> Option<Event> {
     let (coordinator, subscription) = match start(peers, id, request, events).await {
         (coordinator, Ok(CoordinatorReply::Started { subscription })) => (coordinator, subscription),
-        (coordinator, other) => return Some(failure(coordinator, other)),
+        (coordinator, other) => return Some(failure(peers.own_node(), coordinator, other)),
     };
     let last = tokio::select! {
         biased;
@@ -158,13 +158,13 @@ async fn relay(peers: &Peers, coordinator: NodeId, subscription: u64, events: &m
                 events.send(*event).await.ok()?;
             }
             Ok(CoordinatorReply::Event(Some(event))) => return Some(*event),
-            other => return Some(failure(coordinator, other)),
+            other => return Some(failure(peers.own_node(), coordinator, other)),
         }
     }
 }
 
-/// Returns the event for the user when the coordinator rejects a request, or cannot be reached.
-fn failure(coordinator: NodeId, answer: Result<CoordinatorReply, PeerError>) -> Event {
+/// Returns the event for the user when the coordinator rejects a request of the `asked` node, or cannot be reached.
+fn failure(asked: NodeId, coordinator: NodeId, answer: Result<CoordinatorReply, PeerError>) -> Event {
     let can_restart = answer.as_ref().is_err_and(PeerError::is_absence);
     let reason = match answer {
         // The reason is enough: it does not help the user to know which node is the coordinator.
@@ -172,6 +172,7 @@ fn failure(coordinator: NodeId, answer: Result<CoordinatorReply, PeerError>) -> 
         Err(error @ PeerError::Transport(TransportError::TooLong(_))) => {
             format!("{error}: too many sources for one message; list them in a file, and pass @FILE")
         }
+        Err(error) if can_restart => format!("{error}; it coordinates the stage-in that node {asked} was asked for"),
         Err(error) => error.to_string(),
         Ok(_) => PeerError::InvalidAnswer(coordinator).to_string(),
     };

@@ -68,7 +68,7 @@ mod tests {
         assert!(tenure.may_publish());
         tenure.tick();
         assert!(!tenure.may_publish() && !tenure.is_over());
-        (0..10).for_each(|_| tenure.tick());
+        (0..70).for_each(|_| tenure.tick());
         assert!(tenure.is_over());
         tenure.renew();
         assert!(tenure.may_publish() && !tenure.is_over());

@@ -57,7 +57,8 @@ fn show_nodes(before: &Status, now: &Status, seconds: f64) {
     );
     for (old, new) in before.nodes.iter().zip(&now.nodes) {
         let (Ok(old), Ok(status)) = (&old.status, &new.status) else {
-            print_line!("{:<12} does not answer", new.node.to_string());
+            let state = if new.lost_for_ms.is_some() { "lost" } else { "does not answer" };
+            print_line!("{:<12} {state}", new.node.to_string());
             continue;
         };
         let read = less(&status.reads, &old.reads);

@@ -28,13 +28,12 @@ const BLOCKS_PER_CALL: usize = 4096;
 pub(super) fn run(arguments: VerifyArguments) -> Result<ExitCode, Failure> {
     let location = namespace::location()?;
     let (nodes, lost) = members(&location)?;
-    let names = |nodes: &[NodeId]| nodes.iter().map(NodeId::to_string).collect::<Vec<_>>().join(", ");
     let Some(&first) = nodes.first() else {
-        let lost = names(&lost);
-        return Err(Failure::new(format!("all nodes on this machine are lost ({lost}); run this command on another machine")));
+        return Err(Failure::new("all nodes on this machine are lost; run this command on another machine"));
     };
     if !lost.is_empty() {
-        complain(format_args!("nothing is read through nodes that are lost: {}", names(&lost)));
+        let names: Vec<String> = lost.iter().map(NodeId::to_string).collect();
+        complain(format_args!("nothing is read through nodes that are lost: {}", names.join(", ")));
     }
     let below = arguments.path.map_or_else(|| Ok(Vec::new()), |path| below_prefix(&location, first, path.as_bytes()))?;
     let start = Instant::now();
@@ -92,13 +91,13 @@ fn progress_bar() -> ProgressBar {
     bar
 }
 
-/// Returns the nodes whose servers live on this machine: those that are members of the session, and
-/// those that are lost.
+/// Returns the members whose servers live on this machine, and all nodes of the session that are lost.
 fn members(location: &SessionFolder) -> Result<(Vec<NodeId>, Vec<NodeId>), Failure> {
-    let nodes = location.live_nodes();
+    let mut nodes = location.live_nodes();
     let (_, status) = query::status_from_any(location, &nodes)?;
-    let is_lost = |node: NodeId| status.nodes.iter().any(|entry| entry.node == node && entry.lost_for_ms.is_some());
-    Ok(nodes.into_iter().partition(|&node| !is_lost(node)))
+    let lost: Vec<NodeId> = status.nodes.iter().filter(|entry| entry.lost_for_ms.is_some()).map(|entry| entry.node).collect();
+    nodes.retain(|node| !lost.contains(node));
+    Ok((nodes, lost))
 }
 
 /// Returns the part of an existing path that follows the prefix.

@@ -367,6 +367,9 @@ impl Lease {
             };
             tracing::warn!(member = name, reason, "a server is lost");
             self.last_loss = (loss != Loss::Ended && !self.is_ended).then(|| (name.clone(), reason.clone()));
+            if self.is_ended {
+                continue;
+            }
             self.replacements.request().notices.show(format_args!("{name} is lost: {reason}"));
             if loss == Loss::Closed {
                 self.replacements.lost(node, &self.members[node.index()].host, Duration::ZERO);

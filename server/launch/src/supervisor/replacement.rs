@@ -65,6 +65,9 @@ impl Replacements {
     /// Plans a new server for a node whose server has died. It is dropped if the server returns within `grace`. After a few, says that
     /// no more are started.
     pub(super) fn lost(&mut self, node: NodeId, host: &str, grace: Duration) {
+        if self.request.restarts_lost && self.request.allocation.launcher.is_manual() {
+            self.request.notices.show(format_args!("'dayfly rejoin {node}' says how to start a new server for node {node}"));
+        }
         if self.starts_servers() && self.attempts.get(&node).is_some_and(|attempts| *attempts >= REPLACEMENTS_MAX) {
             self.request.notices.show(format_args!(
                 "the server of node {node} has died again, after {REPLACEMENTS_MAX} new ones; no more are started by themselves; \
