@@ -174,7 +174,7 @@ fn a_connection_that_damages_every_answer_gives_eio_that_names_the_owner_and_not
 fn a_bit_that_flips_in_the_arena_is_detected_by_verified_reads() {
     let session = staged(true);
     // Nothing may be cached, so that reads are served from the arena.
-    tune_cache(&session, 0);
+    session.tune_cache(0);
     let view = session.view(0);
     let (far, _) = far_and_near(&view);
     let expected = content(far, LENS[far]);
@@ -471,11 +471,4 @@ fn receive(socket: &mut UnixStream) -> FromServer {
 
 fn all_blocks(view: &View) -> Vec<BlockId> {
     (0..dataset(view).catalog().header().blocks).map(BlockId).collect()
-}
-
-fn tune_cache(session: &Inside, bytes: u64) {
-    use dayfly_meta::wire::control::Command;
-    use dayfly_meta::wire::status::Policy;
-    let policy = Policy { cache_bytes: Some(bytes), ..Policy::default() };
-    session.view(0).session().control(Command::Tune(policy), &mut drop).unwrap();
 }

@@ -177,3 +177,40 @@ fn files_can_be_mapped_while_other_programs_fill_the_drive() {
     cluster.down();
     drop(drive);
 }
+
+/// SEMANTICS: "Cached blocks make way for such a file in the data dir."
+#[test]
+fn large_files_can_be_mapped_and_read_as_standard_input_when_the_drive_is_full_of_cached_blocks() {
+    let lens: Vec<usize> = [90 << 20].into_iter().chain([12 << 20; 6]).collect();
+    let cluster = session(2, &["--capacity", "230M"], &lens);
+    let (large, sum) = (String::from_utf8(path(0)).unwrap(), crc32(&content(0, lens[0])));
+    for node in 0..2 {
+        let view = cluster.view(node);
+        let fill = |message| {
+            harness::samples::read_epoch(&view, 0);
+            wait_until(message, || numbers(&view, lens.len(), false).len() < 2);
+        };
+        let run = |script: &str, large: &str| {
+            let mut command = cluster.dayfly();
+            command.args(["exec", "--node", &node.to_string(), "--", "python3", "-c", script, large]);
+            harness::output_of(command.stdin(Stdio::null()))
+        };
+        fill("most blocks are cached");
+        let found = printed(map(&cluster, node, 0, "look", 0, lens[0]));
+        assert_eq!(found.split_whitespace().next(), Some(&*sum));
+        let script = "import subprocess, sys; subprocess.run(['cksum'], stdin=open(sys.argv[1]), check=True)";
+        let output = run(script, &large);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
+    }
+    cluster.down();
+    // The node that stores more of the file has no room at all.
+    let cluster = session(2, &["--capacity", "100M"], &lens[..1]);
+    let read = |node: u16| ["exec", "--node", &node.to_string(), "--", "sh", "-c", "cksum < $0", &large].map(str::to_owned);
+    let outputs = [0, 1].map(|node| harness::output_of(cluster.dayfly().args(read(node))));
+    let failed: Vec<String> =
+        outputs.iter().filter(|output| !output.status.success()).map(|output| text(&output.stderr)).collect();
+    let is_clear = |message: &String| message.contains("has no room on '") && message.contains("No space left on device");
+    assert!(!failed.is_empty() && failed.iter().all(is_clear), "{failed:?}");
+    cluster.down();
+}

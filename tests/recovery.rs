@@ -142,6 +142,23 @@ fn the_blocks_of_a_lost_node_are_recovered_in_the_background_and_read_once() {
     }
 }
 
+/// SEMANTICS: "What a node holds in place of a lost node, and what comes back to a new server, is not limited by `--cache`."
+#[test]
+fn blocks_of_a_lost_node_are_stored_although_nothing_is_to_be_cached() {
+    let lens = lens();
+    let mut session = session(&lens, 1 << 30);
+    session.tune_cache(0);
+    let lost = owned_by(&session, 3);
+    session.lose(3);
+    wait_until_recovered(&session, 3);
+    assert_eq!(places(&session, &lost, 3).iter().sum::<usize>(), lost.len());
+    let read = origin_bytes(&session);
+    (0..3).for_each(|node| read_all(&session, node, &lens));
+    assert_eq!(origin_bytes(&session), read, "nothing is read again");
+    let live: Vec<BlockId> = (0..3).flat_map(|owner| owned_by(&session, owner)).collect();
+    assert_eq!(places(&session, &live, 3).iter().sum::<usize>(), live.len(), "blocks of live nodes are not cached");
+}
+
 /// SEMANTICS: "A reader that wants a block while it is being recovered shares its read."
 #[test]
 fn readers_and_recovery_together_read_each_block_once() {

@@ -483,3 +483,28 @@ fn a_new_server_has_the_settings_of_the_session() {
     }
     cluster.down();
 }
+
+/// SEMANTICS: "What a node holds in place of a lost node, and what comes back to a new server, is not limited by `--cache`."
+#[test]
+fn what_comes_back_to_a_new_server_is_stored_although_nothing_is_to_be_cached() {
+    let cluster = session();
+    pack(&cluster.at("a.tar.gz"), &cluster.at("tree"), &[]);
+    cluster.stage(&[&cluster.at("a.tar.gz")], "/dayfly/e");
+    let owned = node_status(&cluster, 1)["held_bytes"].as_u64().unwrap();
+    cluster.ok(&["tune", "--cache", "off"]);
+    replace(&cluster, 1);
+    wait_until("all has come back", || node_status(&cluster, 1)["cached_bytes"].as_u64() == Some(owned));
+    for node in 0..NODES {
+        ["d", "e"].into_iter().for_each(|dataset| read_all(&cluster.view(node), dataset, &format!("on node {node}")));
+    }
+    cluster.ok(&["verify", "--from-every-node"]);
+    // A limit that is set later does not drop it either.
+    cluster.ok(&["tune", "--cache", "all"]);
+    cluster.ok(&["tune", "--cache", "off"]);
+    wait_until("nothing else is cached", || {
+        let cached = |node: u16| node_status(&cluster, node)["cached_bytes"].as_u64().unwrap();
+        (0..NODES).map(cached).sum::<u64>() == owned
+    });
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}

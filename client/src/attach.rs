@@ -332,6 +332,7 @@ impl Session {
             socket.send(&FromClient::Spill { len })?;
             match socket.receive()? {
                 (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("an answer without its file")),
+                (FromServer::Refused { reason }, _) => Err(ClientError::NoCopy(reason)),
                 (other, _) => Err(unexpected(other)),
             }
         })

@@ -37,8 +37,8 @@ pub enum ClientError {
     /// There are several sessions and none was named.
     #[error("you have {} sessions on this machine; name one with DAYFLY_SESSION{}", .0.len(), list(.0))]
     Ambiguous(Vec<String>),
-    /// The session does not have the named node on this machine.
-    #[error("session {session} has no node {node} on this machine{}", list(.nodes))]
+    /// The session has no live server of the named node on this machine.
+    #[error("session {session} has no live node {node} on this machine{}", list(.nodes))]
     NoNode {
         /// The session's id.
         session: String,
@@ -95,6 +95,9 @@ pub enum ClientError {
     /// The server rejects the request. The text is the server's reason.
     #[error("{0}")]
     Refused(String),
+    /// The node has no room for a kernel file with a copy of a file. The text is the server's reason.
+    #[error("{0}")]
+    NoCopy(String),
     /// The server closes the connection after the first message.
     #[error(
         "the session's server does not understand this build of dayfly (version {}), which may be newer or older; \

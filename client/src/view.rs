@@ -68,6 +68,7 @@ impl ViewError {
             Self::Client(ClientError::Path { errno, .. }) => *errno,
             Self::Client(ClientError::Buffer) => libc::EFAULT,
             Self::Client(ClientError::Interrupted) => libc::EINTR,
+            Self::Client(ClientError::NoCopy(_)) => libc::ENOSPC,
             Self::Client(ClientError::Limit(error)) => error.raw_os_error().unwrap_or(libc::EIO),
             Self::Client(_) => libc::EIO,
         }

@@ -41,6 +41,7 @@ use crate::membership::Membership;
 use crate::peers::Peers;
 use crate::prefetch::{Prefetcher, SampleOrder};
 use crate::processes::{Attachment, Processes, exit_of};
+use crate::room::Room;
 use crate::stats::ClientReads;
 use crate::status::StatusReporter;
 use crate::store::{Filling, Share, Store};
@@ -60,6 +61,7 @@ pub(crate) struct ClientContext {
     /// The session's folder, in which the socket lies.
     pub(crate) runtime_dir: PathBuf,
     pub(crate) store: Arc<Store>,
+    pub(crate) room: Arc<Room>,
     pub(crate) arena: Arena,
     pub(crate) fetcher: Arc<Fetcher>,
     pub(crate) prefetcher: Arc<Prefetcher>,
@@ -331,14 +333,22 @@ impl Client {
         }
     }
 
-    /// Creates an unnamed file for a program that needs a real file. The space is not reserved, because the server
-    /// does not see when the program is done with the file.
+    /// Creates an unnamed file for a program that needs a real file. Cached blocks make way for it. The space is not reserved, because
+    /// the server does not see when the program is done with the file.
     async fn spill(&self, len: u64) -> io::Result<()> {
         let (store, node) = (self.context.store.clone(), self.context.node);
+        let has_room = match self.context.room.make_room_for_copy(len).await {
+            Ok(has_room) => has_room,
+            Err(error) => return self.refuse(&format!("node {node} cannot make room for a copy: {error}")).await,
+        };
         let created = self.context.blocking.run(move || {
             let drive = store.roomiest_drive();
-            if drive.free() < len {
-                return Err(format!("node {node} has no room for a copy of {len} bytes on '{}'", drive.path().display()));
+            if !has_room {
+                let (path, len) = (drive.path().display(), len.div_ceil(1 << 20));
+                return Err(format!(
+                    "node {node} has no room on '{path}' for a copy of {len} MiB, which a mapping, or a program that gets the file as its \
+                     standard input, needs; free some, or start the session with a larger --capacity"
+                ));
             }
             drive.unnamed_file().map_err(|error| format!("node {node} cannot create a file: {error}"))
         });

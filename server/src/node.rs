@@ -278,6 +278,7 @@ impl NodeParts {
             verify_reads: self.config.verify_reads,
             runtime_dir: self.config.runtime_dir.clone(),
             store: self.store.clone(),
+            room: self.room.clone(),
             arena: self.arena.clone(),
             fetcher: self.fetcher.clone(),
             prefetcher: self.prefetcher.clone(),

@@ -158,6 +158,28 @@ impl Room {
         Ok(!self.has_partial_stage_in() && self.store.release_headroom())
     }
 
+    /// Evicts cached blocks until a drive has room for a copy of `bytes`. Returns `false` if there is none even without them; then it
+    /// evicts few or none.
+    pub(crate) async fn make_room_for_copy(self: &Arc<Self>, bytes: u64) -> Result<bool, RoomError> {
+        loop {
+            let _alone = self.planning.lock().await;
+            if self.on_drives(move |room| room.store.has_room(bytes)).await? {
+                return Ok(true);
+            }
+            let could_have_room = move |room: &Self| {
+                let (drive, evictable) = (room.store.roomiest_drive(), room.store.evictable_room());
+                drive.free().saturating_add(evictable) >= bytes
+            };
+            let freed = match self.on_drives(could_have_room).await? {
+                true => self.evict(bytes).await?,
+                false => self.on_drives(|room| room.store.drop_shared_copies()).await?,
+            };
+            if freed == 0 {
+                return Ok(false);
+            }
+        }
+    }
+
     /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
@@ -241,11 +263,12 @@ impl Room {
     fn shares(&self, free: u64) -> CacheShares {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
         let datasets = self.store.datasets();
+        let sum = |bytes: fn(&Dataset) -> u64| datasets.iter().map(|dataset| bytes(dataset)).sum::<u64>();
         // `free` leaves room for what is kept.
         let kept = self.store.kept_bytes();
-        let unstored: u64 = datasets.iter().map(|dataset| dataset.unstored_bytes()).sum();
-        let remote: u64 = datasets.iter().map(|dataset| dataset.remote_bytes()).sum();
-        CacheShares::that_fit(free.min(limit), unstored.saturating_sub(kept), remote.saturating_sub(unstored))
+        let lost = sum(Dataset::lost_bytes).saturating_sub(kept);
+        let (unstored, remote) = (sum(Dataset::unstored_bytes), sum(Dataset::remote_bytes));
+        CacheShares::that_fit(free, limit, lost, unstored.saturating_sub(kept), remote.saturating_sub(unstored))
     }
 
     /// Divides the room again if other programs had filled the drives, and have freed some of that.

@@ -14,7 +14,7 @@ use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{ARENA_LEN_MIN, PAGE_SIZE};
 use dayfly_meta::roster::{RosterChange, RosterMember};
 use dayfly_meta::wire::control::{Command, Copies, Event, Selection, StageInRequest, Summary};
-use dayfly_meta::wire::status::NodeStatus;
+use dayfly_meta::wire::status::{NodeStatus, Policy};
 use dayfly_server::{Agreement, Config, Key, Node, Options, Preference};
 use dayfly_transport::Transport;
 use dayfly_transport::fault::{Fault, FaultSchedule, Faulty, OutgoingRequest};
@@ -244,6 +244,12 @@ impl Inside {
         };
         self.view(node).session().control(Command::Status, see).unwrap();
         found.unwrap()
+    }
+
+    /// Sets how many bytes each node may cache.
+    pub(crate) fn tune_cache(&self, bytes: u64) {
+        let policy = Policy { cache_bytes: Some(bytes), ..Policy::default() };
+        self.view(0).session().control(Command::Tune(policy), &mut drop).unwrap();
     }
 
     /// Returns the path of a node's socket for clients.

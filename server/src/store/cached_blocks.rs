@@ -163,14 +163,20 @@ pub(crate) struct CacheShares {
 }
 
 impl CacheShares {
-    /// Returns the shares that fit into `room` bytes, when all datasets together have this many bytes of either kind.
-    pub(crate) fn that_fit(room: u64, unstored_bytes: u64, other_bytes: u64) -> Self {
-        let room = (u128::from(room) * u128::from(ROOM_PERMILLE) / 1000) as u64;
+    /// Returns the shares that fit into `room` bytes, when all datasets together have this many bytes of either kind. Of them, the user
+    /// allows `limit` bytes, apart from `lost_bytes` of the blocks that are not stored, which come to this node because of losses.
+    pub(crate) fn that_fit(room: u64, limit: u64, lost_bytes: u64, unstored_bytes: u64, other_bytes: u64) -> Self {
+        let usable = |bytes: u64| (u128::from(bytes) * u128::from(ROOM_PERMILLE) / 1000) as u64;
+        let (room, limit) = (usable(room), usable(limit));
         let share = |room: u64, wanted: u64| {
             let share = (u128::from(room) * u128::from(ALL)).checked_div(wanted.into());
             share.map_or(ALL, |share| share.min(ALL.into()) as u64)
         };
-        Self { unstored: share(room, unstored_bytes), others: share(room.saturating_sub(unstored_bytes), other_bytes) }
+        let left = limit.saturating_sub(unstored_bytes.saturating_sub(lost_bytes));
+        Self {
+            unstored: share(room.min(limit.saturating_add(lost_bytes)), unstored_bytes),
+            others: share(room.saturating_sub(unstored_bytes).min(left), other_bytes),
+        }
     }
 }
 

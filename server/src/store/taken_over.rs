@@ -137,6 +137,12 @@ impl Dataset {
         self.is_mine(block) || self.takes_over(block, &self.taken_over().lost)
     }
 
+    /// Returns the bytes of the blocks that are to come to this node because of losses: what it holds in place of lost nodes, the copies
+    /// that it lacks, and all that it holds if its server is new.
+    pub(crate) fn lost_bytes(&self) -> u64 {
+        self.taken_over().bytes + if self.is_refilled() { self.owned().unstored_bytes } else { 0 }
+    }
+
     /// Returns the bytes of the blocks that this node holds, because it is one of their holders or takes the place of one, but that the
     /// stage-in did not store on this node.
     pub(crate) fn unstored_bytes(&self) -> u64 {

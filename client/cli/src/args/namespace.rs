@@ -168,7 +168,8 @@ pub(crate) struct TuneArguments {
     /// How much space each node may use to cache other nodes' blocks on its drives: 'all' free
     /// space, 'off' or a size. [initially: all]
     ///
-    /// Each node then decides again which of its cached blocks to keep.
+    /// Each node then decides again which of its cached blocks to keep. What it recovers after the loss of a
+    /// node is not limited.
     #[arg(long, value_name = "all|off|SIZE", value_parser = cache)]
     pub(crate) cache: Option<u64>,
 }

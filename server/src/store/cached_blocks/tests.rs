@@ -206,7 +206,7 @@ fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
     for (room, mine, others) in
         [(0, 0, 0), (50_000, 50, 0), (100_000, 98, 0), (102_000, 100, 0), (250_000, 100, 147), (1 << 40, 100, 300)]
     {
-        let shares = CacheShares::that_fit(room, 100_000, 300_000);
+        let shares = CacheShares::that_fit(room, u64::MAX, 0, 100_000, 300_000);
         let threshold = dataset.cache_threshold(shares);
         dataset.lower_cache_threshold(0);
         dataset.raise_cache_threshold(threshold).unwrap();
@@ -219,8 +219,21 @@ fn blocks_that_are_not_stored_are_cached_before_those_of_other_nodes() {
         assert!(is_near(count(true), mine) && is_near(count(false), others), "{room}: {} and {}", count(true), count(false));
     }
     // Another dataset's blocks come before blocks of other nodes, too.
-    let others = CacheShares::that_fit(100_000, 200_000, 300_000);
+    let others = CacheShares::that_fit(100_000, u64::MAX, 0, 200_000, 300_000);
     assert!(dataset.cache_threshold(others) < ALL / 4);
+    // What the user allows does not limit what comes to this node because of losses.
+    for (limit, lost, unstored, others) in [
+        (0, 100_000, ALL, 0),
+        (0, 50_000, ALL / 2, 0),
+        (0, 0, 0, 0),
+        (102_041, 0, ALL, 0),
+        (204_082, 0, ALL, ALL / 3),
+        (102_041, 100_000, ALL, ALL / 3),
+    ] {
+        let found = CacheShares::that_fit(1 << 30, limit, lost, 100_000, 300_000);
+        let is_near = |found: u64, expected: u64| found.abs_diff(expected) <= ALL / 100;
+        assert!(is_near(found.unstored, unstored) && is_near(found.others, others), "{limit}, {lost}: {found:?}");
+    }
 }
 
 /// SEMANTICS: "If there is not room for everything, a node caches the blocks that it holds in place of a lost node before those of
@@ -238,7 +251,8 @@ fn blocks_of_a_lost_owner_are_cached_before_those_of_live_nodes_until_the_owner_
     let plan = |lost: &NodeSet, room: u64| {
         dataset.set_lost(lost);
         let unstored = dataset.unstored_bytes();
-        let threshold = dataset.cache_threshold(CacheShares::that_fit(room, unstored, dataset.remote_bytes() - unstored));
+        let threshold =
+            dataset.cache_threshold(CacheShares::that_fit(room, u64::MAX, 0, unstored, dataset.remote_bytes() - unstored));
         dataset.lower_cache_threshold(threshold);
         dataset.raise_cache_threshold(threshold).unwrap();
         dataset.cached_blocks().resume();
@@ -291,7 +305,7 @@ fn copies_that_are_made_after_the_stage_in_never_make_way() {
         dataset.set_lost(&lost.iter().copied().map(NodeId).collect());
         let (kept, unstored) = (dataset.kept_bytes(), dataset.unstored_bytes());
         let others = dataset.remote_bytes() - unstored;
-        let shares = CacheShares::that_fit(room.saturating_sub(kept), unstored.saturating_sub(kept), others);
+        let shares = CacheShares::that_fit(room.saturating_sub(kept), u64::MAX, 0, unstored.saturating_sub(kept), others);
         let threshold = dataset.cache_threshold(shares);
         dataset.lower_cache_threshold(threshold);
         dataset.raise_cache_threshold(threshold).unwrap();
