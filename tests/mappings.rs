@@ -202,6 +202,7 @@ fn large_files_can_be_mapped_and_read_as_standard_input_when_the_drive_is_full_o
         let output = run(script, &large);
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
+        fill("most blocks are cached again when the processes have ended");
     }
     cluster.down();
     // The node that stores more of the file has no room at all.

@@ -147,7 +147,7 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
         clients.spawn(async move {
             let attachment = context.processes.attach(context.store.counters(), pid);
             let holder = context.arena.ledger().open(pid);
-            let client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context);
+            let mut client = Client::new(socket::split(stream, context.deadlines().send), attachment, holder, context.clone());
             tokio::select! {
                 // Serving stops when the process ends. It does not wait for the end of the connection, because a forked child
                 // may hold the connection open for longer.
@@ -156,7 +156,12 @@ async fn accept_all(listener: UnixListener, context: Arc<ClientContext>) {
                     tracing::debug!(pid, %error, "the connection of a client failed");
                 },
             }
-            drop(permit);
+            let has_made_room = client.has_made_room;
+            drop((client, permit));
+            // What the process had copied takes no more room, unless another one still uses it: then the drive says so.
+            if has_made_room && let Err(error) = context.room.plan_cache().await {
+                tracing::warn!(%error, "cannot plan again which blocks this node caches after a process has ended");
+            }
         });
     }
 }
@@ -174,6 +179,8 @@ struct Client {
     order: SampleOrder,
     /// The copy of a block that the client fills. If the connection ends before that, the copy is given up.
     filling: Option<Filling>,
+    /// Whether cached blocks may have made way for copies that the client has made.
+    has_made_room: bool,
     /// The task that reads ahead along the connection's sample order. It ends with the connection.
     tasks: JoinSet<()>,
 }
@@ -194,11 +201,12 @@ impl Client {
             read_ahead: ReadAhead::default(),
             order: SampleOrder::default(),
             filling: None,
+            has_made_room: false,
             tasks: JoinSet::new(),
         }
     }
 
-    async fn serve(mut self) -> io::Result<()> {
+    async fn serve(&mut self) -> io::Result<()> {
         let hello = self.receiver.receive().await?.ok_or(io::ErrorKind::UnexpectedEof)?;
         match decode::<FromClient>(&hello) {
             Ok(FromClient::Hello { version: VERSION }) => self.welcome().await?,
@@ -335,7 +343,8 @@ impl Client {
 
     /// Creates an unnamed file for a program that needs a real file. Cached blocks make way for it. The space is not reserved, because
     /// the server does not see when the program is done with the file.
-    async fn spill(&self, len: u64) -> io::Result<()> {
+    async fn spill(&mut self, len: u64) -> io::Result<()> {
+        self.has_made_room = true;
         let (store, node) = (self.context.store.clone(), self.context.node);
         let has_room = match self.context.room.make_room_for_copy(len).await {
             Ok(has_room) => has_room,

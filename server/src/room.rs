@@ -159,7 +159,8 @@ impl Room {
     }
 
     /// Evicts cached blocks until a drive has room for a copy of `bytes`. Returns `false` if there is none even without them; then it
-    /// evicts few or none.
+    /// evicts few or none. What this node has recovered counts as needed: it may be nowhere else. Call [`Self::plan_cache`] when the
+    /// copy is gone.
     pub(crate) async fn make_room_for_copy(self: &Arc<Self>, bytes: u64) -> Result<bool, RoomError> {
         loop {
             let _alone = self.planning.lock().await;
@@ -167,8 +168,8 @@ impl Room {
                 return Ok(true);
             }
             let could_have_room = move |room: &Self| {
-                let (drive, evictable) = (room.store.roomiest_drive(), room.store.evictable_room());
-                drive.free().saturating_add(evictable) >= bytes
+                let evictable = room.store.evictable_room().saturating_sub(room.recovered_bytes());
+                room.store.roomiest_drive().free().saturating_add(evictable) >= bytes
             };
             let freed = match self.on_drives(could_have_room).await? {
                 true => self.evict(bytes).await?,
@@ -259,6 +260,12 @@ impl Room {
         self.plan_cache().await
     }
 
+    /// Returns the bytes of the blocks that come to this node because of losses, without those that it keeps in any case.
+    fn recovered_bytes(&self) -> u64 {
+        let lost: u64 = self.store.datasets().iter().map(|dataset| dataset.lost_bytes()).sum();
+        lost.saturating_sub(self.store.kept_bytes())
+    }
+
     /// Returns the shares of the blocks that can be cached in `free` bytes.
     fn shares(&self, free: u64) -> CacheShares {
         let limit = self.prefetcher.policy().cache_bytes.unwrap_or(CACHE_ALL_ROOM);
@@ -266,9 +273,8 @@ impl Room {
         let sum = |bytes: fn(&Dataset) -> u64| datasets.iter().map(|dataset| bytes(dataset)).sum::<u64>();
         // `free` leaves room for what is kept.
         let kept = self.store.kept_bytes();
-        let lost = sum(Dataset::lost_bytes).saturating_sub(kept);
         let (unstored, remote) = (sum(Dataset::unstored_bytes), sum(Dataset::remote_bytes));
-        CacheShares::that_fit(free, limit, lost, unstored.saturating_sub(kept), remote.saturating_sub(unstored))
+        CacheShares::that_fit(free, limit, self.recovered_bytes(), unstored.saturating_sub(kept), remote.saturating_sub(unstored))
     }
 
     /// Divides the room again if other programs had filled the drives, and have freed some of that.
