@@ -366,10 +366,11 @@ impl Lease {
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
             tracing::warn!(member = name, reason, "a server is lost");
-            self.last_loss = (loss != Loss::Ended && !self.is_ended).then(|| (name.clone(), reason.clone()));
             if self.is_ended {
+                self.last_loss = None;
                 continue;
             }
+            self.last_loss = (loss != Loss::Ended).then(|| (name.clone(), reason.clone()));
             self.replacements.request().notices.show(format_args!("{name} is lost: {reason}"));
             if loss == Loss::Closed {
                 self.replacements.lost(node, &self.members[node.index()].host, Duration::ZERO);
