@@ -307,18 +307,22 @@ fn reads_wait_while_other_programs_fill_the_drive() {
     }
 }
 
+/// Replaces the server of node 3 by one that has room for the catalogs, but not for all samples.
+fn replace_on_full_drive(cluster: &Cluster, drive: &SmallDrive) {
+    stage(cluster, "tar.gz");
+    lose(cluster, 3, 0);
+    drive.fill(512 << 10);
+    let rejoined = output_of(cluster.dayfly().args(["rejoin", "3"]).env("DAYFLY_NODE", "0"));
+    assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+}
+
 /// SEMANTICS: "If other programs fill the drives when a new server starts, it grows when they make room."
 #[test]
 fn a_new_server_on_a_full_drive_takes_its_room_later() {
     let ground = Ground::new();
     let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
     let cluster = session_on(ground, &["--recovery-rate", "0", "--data-dir", drive.path().to_str().unwrap()]);
-    stage(&cluster, "tar.gz");
-    lose(&cluster, 3, 0);
-    // Room for the catalogs, but not for all samples.
-    drive.fill(2 << 20);
-    let rejoined = output_of(cluster.dayfly().args(["rejoin", "3"]).env("DAYFLY_NODE", "0"));
-    assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+    replace_on_full_drive(&cluster, &drive);
     std::thread::scope(|scope| {
         let cluster = &cluster;
         let reading: Vec<_> = [0, 3].into_iter().map(|node| scope.spawn(move || read_all(cluster, node))).collect();
@@ -326,6 +330,25 @@ fn a_new_server_on_a_full_drive_takes_its_room_later() {
         assert!(reading.iter().all(|reading| !reading.is_finished()), "there is room for all samples");
         drive.make_room();
     });
+    cluster.down();
+    drop(drive);
+}
+
+#[test]
+fn no_node_waits_forever_for_a_new_server_on_a_full_drive_or_asks_it_without_a_pause() {
+    let ground = Ground::new();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+    let options = ["--recovery-rate", "0", "--recovery-timeout", "4", "--data-dir", drive.path().to_str().unwrap()];
+    let cluster = session_on(ground, &options);
+    replace_on_full_drive(&cluster, &drive);
+    let requests = || status(&cluster, 0)["nodes"][0]["owners"][3]["requests"].as_u64().unwrap();
+    let (before, start, view) = (requests(), Instant::now(), cluster.view(0));
+    let errors: Vec<String> = (0..FILES).filter_map(|number| read(&view, number).err()).collect();
+    harness::assert_no_hang(start);
+    assert!(!errors.is_empty() && errors.iter().all(|error| error.contains("--recovery-timeout")), "{errors:?}");
+    let asked = requests() - before;
+    assert!(asked < FILES as u64 * 2, "{asked} requests");
+    drive.make_room();
     cluster.down();
     drop(drive);
 }

@@ -427,7 +427,7 @@ impl Fetcher {
             attempt += usize::from(has_bad);
         }
         let is_substitute =
-            |&chunk: &Chunk| dataset.catalog().owner(chunk.block) != Some(owner) || self.is_late_holder(&dataset, chunk, owner);
+            |&chunk: &Chunk| dataset.catalog().owner(chunk.block) != Some(owner) || self.has_said_late(&dataset, chunk, owner);
         if let Some(&arrived) = chunks.iter().zip(&outcomes).find(|(_, outcome)| outcome.is_ok()).map(|(chunk, _)| chunk)
             && is_substitute(&arrived)
         {

@@ -226,7 +226,7 @@ impl Fetcher {
             let is_owner = dataset.catalog().owner(chunk.block) == Some(node);
             let is_own = node == self.peers.own_node();
             let is_to_come_back =
-                if is_own { dataset.is_to_come_back(chunk.block) } else { self.is_late_holder(dataset, chunk, node) };
+                if is_own { dataset.is_to_come_back(chunk.block) } else { self.has_said_late(dataset, chunk, node) };
             let is_asked_as_owner = is_owner && !is_to_come_back;
             if is_asked_as_owner || !self.is_streamed(dataset, chunk) || self.arena.find(&(dataset.id(), chunk)).is_some() {
                 return true;

@@ -160,14 +160,19 @@ impl Fetcher {
         dataset.holders(chunk.block).into_iter().find(|&node| !is_absent(node) && is_late(node))
     }
 
-    /// Returns whether a node has said that a chunk is to come back to it.
+    /// Returns whether a node has said that a chunk is to come back to it, and the chunk may have other holders.
     pub(super) fn is_late_holder(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
-        dataset.copies() > 1 && self.bad_holders.is_late(dataset, chunk.block, node)
+        dataset.copies() > 1 && self.has_said_late(dataset, chunk, node)
+    }
+
+    /// Returns whether a node, its only holder or one of several, has said that a chunk is to come back to it.
+    pub(super) fn has_said_late(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
+        self.bad_holders.is_late(dataset, chunk.block, node)
     }
 
     /// After `node` has said that a chunk is late: returns whether another holder can be asked for the chunk at once.
     pub(super) fn can_ask_holder_that_has_it(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
-        if !dataset.is_copied_to(chunk.block, node) {
+        if !dataset.holders(chunk.block).contains(&node) {
             return false;
         }
         self.bad_holders.insert(dataset, chunk.block, node, true);
