@@ -464,6 +464,11 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
     });
     let chunks: Vec<Chunk> = blocks.collect();
     cluster.kill(2);
+    // Before that, the answer may be that this side is to ask again.
+    wait_until("node 2 is lost", || {
+        let status = serde_json::from_slice::<serde_json::Value>(&cluster.output(&["status", "--json"]).stdout);
+        status.is_ok_and(|status| status["nodes"][2]["lost_for_ms"].is_u64())
+    });
     let mut stream = UnixStream::connect(cluster.location().socket(NodeId(0))).unwrap();
     stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
