@@ -1,14 +1,17 @@
 //! Nodes whose links are down for a while, in network namespaces, with a server in each.
 
 use std::fs;
-use std::time::Instant;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use dayfly_meta::deadlines::Deadlines;
+use dayfly_meta::wire::control;
 use serde_json::Value;
 
 use crate::chaos::network::{self, Network};
 use crate::harness::samples::content;
-use crate::harness::{Cluster, Ground, output_of, pack, text, wait_until};
+use crate::harness::{Cluster, Ground, output_of, pack, text, wait_for, wait_until};
 
 const DEADLINES_DIVISOR: u32 = 10;
 const NODES: u16 = 3;
@@ -16,15 +19,20 @@ const CUT: u16 = 2;
 const FILES: usize = 200;
 const FILE_LEN: usize = 30_000;
 
-/// Starts a session with a server in each namespace, and stages a tar in.
+/// Returns the command that starts a session with a server in each namespace.
+fn up(network: &Network, ground: &Ground) -> Command {
+    let mut up = network.dayfly(ground);
+    up.arg("up").args(network.options()).arg("--data-dir").arg(ground.data.path());
+    up.args(["--memory", "64M", "--deadlines-divisor", &DEADLINES_DIVISOR.to_string()]);
+    up
+}
+
+/// Starts a session, and stages a tar in.
 fn session(network: &Network, ground: Ground) -> Cluster {
     fs::create_dir(ground.at("tree")).unwrap();
     (0..FILES).for_each(|number| fs::write(ground.at(format!("tree/{number}")), content(number, FILE_LEN)).unwrap());
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
-    let mut up = network.dayfly(&ground);
-    up.arg("up").args(network.options()).arg("--data-dir").arg(ground.data.path());
-    up.args(["--memory", "64M", "--deadlines-divisor", &DEADLINES_DIVISOR.to_string()]);
-    let output = output_of(&mut up);
+    let output = output_of(&mut up(network, &ground));
     assert!(output.status.success(), "{}", text(&output.stderr));
     let cluster = Cluster { ground, id: text(&output.stdout).trim().to_owned() };
     cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
@@ -92,4 +100,29 @@ fn a_node_that_was_cut_off_returns_with_its_blocks_or_gets_a_new_server() {
     wait_until("a new server is a member", || cluster.pids().contains_key(&CUT) && others_say(&cluster, false));
     read_all(&cluster);
     cluster.down();
+}
+
+/// With `is_far`, nobody who ends the session sees the supervisor, as if `down` were called on a compute node and `up` on a login node.
+#[test]
+fn a_session_that_was_ended_does_not_wait_for_a_node_that_is_cut_off() {
+    if !network::is_possible() {
+        return;
+    }
+    for is_far in [false, true] {
+        let ground = Ground::new();
+        let network = Network::new(NODES, ground.work.path()).unwrap();
+        let mut up = up(&network, &ground).arg("--foreground").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut id = String::new();
+        BufReader::new(up.stdout.take().unwrap()).read_line(&mut id).unwrap();
+        let cluster = Cluster { ground, id: id.trim().to_owned() };
+        network.set_link(CUT, false).unwrap();
+        match is_far {
+            true => cluster.view(0).session().control(control::Command::Down { except: Some(Vec::new()) }, &mut drop).unwrap(),
+            false => drop(cluster.ok(&["down"])),
+        }
+        let ended = wait_for(&mut up, Duration::from_secs(20)).expect("it does not wait for the node");
+        assert_eq!(ended.code(), Some(0), "{}", std::io::read_to_string(up.stderr.take().unwrap()).unwrap());
+        network.set_link(CUT, true).unwrap();
+        cluster.wait_until_clean("all servers have exited");
+    }
 }

@@ -201,10 +201,9 @@ fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// Like a client that has not been welcomed, the command waits for an answer. Then it waits for servers to exit, and then it kills
-/// them.
+/// The command kills servers that do not let it attach.
 fn down(_: &Deadlines) -> (Duration, Duration) {
-    (Duration::ZERO, Deadlines::DEFAULT.server + dayfly_meta::limits::DOWN_TIMEOUT)
+    (Duration::ZERO, dayfly_meta::limits::DOWN_TIMEOUT)
 }
 
 /// The quick rows of a request come before the ones that wait for half a minute and more, so that `.ci/run` plays the quick ones.

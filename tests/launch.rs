@@ -221,7 +221,7 @@ fn a_session_ends_without_complaints_about_servers_that_have_ended_already() {
     // The supervisor does not complain either. One server ends only because it is killed in the end.
     let ground = Ground::new();
     let mut up = ground.dayfly();
-    up.args(["up", "--foreground", "--local", "3", "--deadlines-divisor", "10"]);
+    up.args(["up", "--foreground", "--local", "3"]);
     let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(up.stdout.take().unwrap()), &mut id).unwrap();

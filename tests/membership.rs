@@ -384,6 +384,7 @@ fn the_command_of_run_may_end_the_session_itself() {
         let (shown, message) = (text(&output.stdout), text(&output.stderr));
         assert_eq!(output.status.code(), Some(7), "{before}: {message}");
         assert!(shown.ends_with("after\n"), "{before}: {shown}");
+        assert!(message.contains("ended by another command, such as 'dayfly down'"), "{before}: {message}");
         ground.assert_clean();
     }
 }

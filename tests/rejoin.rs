@@ -508,3 +508,45 @@ fn what_comes_back_to_a_new_server_is_stored_although_nothing_is_to_be_cached() 
     cluster.ok(&["verify", "--from-every-node"]);
     cluster.down();
 }
+
+/// The other servers of a machine have their shares of a drive already.
+#[test]
+fn a_new_server_takes_as_much_of_a_drive_as_the_one_before_it() {
+    let ground = ground();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+    let cluster = ground.up_rejoining(3, &[&QUICK[..], &["--data-dir", drive.path().to_str().unwrap()]].concat());
+    cluster.ok(&["stage-in", "--copies", "3", cluster.at("a.tar").to_str().unwrap(), "/dayfly/d"]);
+    let capacity = || state_on(&cluster, 0, 1)["capacity_bytes"].as_u64();
+    let before = capacity();
+    assert!(before.is_some());
+    let old = cluster.pids()[&1];
+    signal(old, Signal::SIGKILL);
+    wait_until("a new server is a member", || cluster.pids().get(&1).is_some_and(|pid| *pid != old));
+    wait_until("it has as much room as the one before", || capacity() == before);
+    cluster.down();
+    drop(drive);
+}
+
+/// SEMANTICS: "If other programs fill the drives when a new server starts, it grows when they make room."
+#[test]
+fn blocks_come_back_to_a_new_server_on_a_full_drive_once_there_is_room() {
+    let ground = ground();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "100m") else { return };
+    let cluster = ground.up_with(NODES, &[&QUICK[..], &["--data-dir", drive.path().to_str().unwrap()]].concat());
+    cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
+    let owned = node_status(&cluster, 1)["held_bytes"].as_u64().unwrap();
+    cluster.kill(1);
+    wait_until("the node is lost", || is_lost(&cluster, 1));
+    // Room for the catalog, but not for all blocks.
+    drive.fill(512 << 10);
+    let (is_done, message) = rejoin(&cluster, &["1"]);
+    assert!(is_done, "{message}");
+    wait_until("it has looked for its blocks", || node_status(&cluster, 1)["recovery"]["is_scanned"] == true);
+    std::thread::sleep(Duration::from_secs(1));
+    let stored = || node_status(&cluster, 1)["cached_bytes"].as_u64().unwrap();
+    assert!(stored() < owned, "there is room for all blocks");
+    drive.make_room();
+    wait_until("all has come back", || stored() == owned);
+    cluster.down();
+    drop(drive);
+}

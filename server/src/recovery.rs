@@ -278,12 +278,24 @@ impl Recovery {
                 let (blocks, bytes, failures) = (recovered.count, recovered.bytes, failed.count);
                 tracing::info!(wanted = wanted.count, blocks, bytes, failures, "recovered blocks of lost nodes");
             }
-            let again = Instant::now() + pause;
             let is_done = was_room && failed.count == 0;
-            while self.room.plans() == plan && (is_done || Instant::now() < again) {
+            let mut again = Instant::now() + pause;
+            while self.room.plans() == plan {
                 sleep(RECOVERY_LOOK_INTERVAL).await;
+                if Instant::now() < again {
+                    continue;
+                }
+                pause = (pause * 2).min(RECOVERY_PAUSE_MAX);
+                again = Instant::now() + pause;
+                if !is_done {
+                    break;
+                }
+                // The plan leaves blocks out if other programs had filled the drives.
+                self.room.plan_again_if_freed().await;
             }
-            pause = if self.room.plans() == plan { (pause * 2).min(RECOVERY_PAUSE_MAX) } else { RECOVERY_PAUSE_MIN };
+            if self.room.plans() != plan {
+                pause = RECOVERY_PAUSE_MIN;
+            }
         }
     }
 

@@ -33,8 +33,8 @@ pub(crate) enum FromServer {
         /// The lost node whose place the server is to take.
         replaces: Option<u16>,
     },
-    /// The server listens for peers.
-    Started { address: SocketAddr, ability: Ability },
+    /// The server listens for peers, and may take so many bytes in its data dirs.
+    Started { address: SocketAddr, ability: Ability, capacity: u64 },
     /// From node 0: all nodes can reach each other. `fallen_back` names the pairs that cannot do so
     /// over the transport that was tried, and says why.
     Met { fallen_back: Vec<String> },

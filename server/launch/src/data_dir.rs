@@ -154,10 +154,21 @@ pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16)
     Ok((most, Some(warning)))
 }
 
-/// Returns how much each of this machine's `servers` may take later, in place of [`capacity`], if other programs make room.
-pub(crate) fn growth(wanted: Option<u64>, servers: u16) -> Growth {
+/// Returns what a server in the place of a lost one may take, in place of [`capacity`], now and when other programs make room. `replaced`
+/// is what the lost one was given, if the other `servers` of this machine keep their shares.
+pub(crate) fn growth(wanted: Option<u64>, replaced: Option<u64>, servers: u16) -> Growth {
     let percent = if wanted.is_some() { SHARE_PERCENT_MAX } else { SHARE_PERCENT };
-    Growth { millionths: percent * 10_000 / u64::from(servers), most_bytes: wanted.unwrap_or(u64::MAX) }
+    let millionths = percent * 10_000;
+    match replaced {
+        Some(replaced) => Growth { millionths, most_bytes: replaced },
+        None => Growth { millionths: millionths / u64::from(servers), most_bytes: wanted.unwrap_or(u64::MAX) },
+    }
+}
+
+/// Returns how many bytes a server with this growth may take now.
+pub(crate) fn capacity_now(growth: Growth, data_dirs: &[PathBuf]) -> Result<u64, LaunchError> {
+    let share = u128::from(free_bytes(data_dirs)?) * u128::from(growth.millionths) / 1_000_000;
+    Ok(growth.most_bytes.min(share as u64))
 }
 
 /// Returns the bytes that are currently free on the file systems of the data dirs.

@@ -36,6 +36,9 @@ pub(crate) struct Invitation {
     pub(crate) node_name_variable: Option<String>,
     /// The lost node whose place the server is to take.
     pub(crate) replaces: Option<u16>,
+    /// The most bytes that this server may take in its data dirs, if others of the session are on the same drives: what the lost one was
+    /// given.
+    pub(crate) replaced_capacity: Option<u64>,
     /// Whether the server runs as a job step (see `Launcher::is_job_step`).
     pub(crate) is_job_step: bool,
     /// Whether all servers run on one machine (see `Launcher::is_local`).

@@ -193,6 +193,12 @@ impl LauncherProcesses {
         self.started.iter().filter(|(hosts, _)| hosts.iter().all(&is_given_up)).for_each(|(_, process)| process.abort());
     }
 
+    /// Returns the hosts whose servers the processes that still run have started.
+    pub(crate) fn running_on(&self) -> Vec<String> {
+        let running = self.started.iter().filter(|(_, process)| !process.is_finished());
+        running.flat_map(|(hosts, _)| hosts.iter().cloned()).collect()
+    }
+
     /// Waits until all processes have exited.
     pub(crate) async fn all_exited(&mut self) {
         while self.running.join_next().await.is_some() {}

@@ -30,7 +30,6 @@ use zeroize::Zeroizing;
 
 use crate::cleanup;
 use crate::control::{self, ControlError, FromServer, FromSupervisor};
-use crate::data_dir;
 use crate::error::LaunchError;
 use crate::folder_watch::{gone_message, until_gone};
 use crate::invitation::Invitation;
@@ -269,6 +268,8 @@ async fn report_failure(sender: &mut Sender, names: Vec<String>, error: &LaunchE
 /// A listening server, and the resources that it holds.
 struct Serving {
     server: Arc<Node>,
+    /// Bytes that the server may use in its data dirs.
+    capacity: u64,
     location: SessionFolder,
     watch: Watch,
     locks: Vec<Flock<File>>,
@@ -318,7 +319,7 @@ async fn start(
         runtime_dir: location.folder.clone(),
         data_dirs: data_dirs.clone(),
         capacity: environment.capacity,
-        growth: invitation.replaces.is_some().then(|| data_dir::growth(settings.capacity, settings.servers_here)),
+        growth: environment.growth,
         memory: settings.memory,
         prefix: settings.prefix.clone(),
         verify_reads: settings.verify_reads,
@@ -335,7 +336,7 @@ async fn start(
     let mut watch = location.watch_node(node, &node_lock).map_err(cannot_use())?;
     data_dirs.into_iter().for_each(|folder| watch.keep_fresh(folder));
     locks.push(node_lock);
-    Ok(Serving { server, location, watch, locks })
+    Ok(Serving { server, capacity: environment.capacity, location, watch, locks })
 }
 
 impl Serving {
@@ -349,9 +350,10 @@ impl Serving {
         invitation: &Invitation,
     ) -> Result<(), LaunchError> {
         let mut interrupt = signal(SignalKind::interrupt()).map_err(LaunchError::io("cannot handle SIGINT"))?;
-        let Self { server, location, watch, locks } = self;
+        let Self { server, capacity, location, watch, locks } = self;
         let server = &server;
-        send(&mut sender, &FromServer::Started { address: server.address(), ability: server.ability() }).await?;
+        let (address, ability) = (server.address(), server.ability());
+        send(&mut sender, &FromServer::Started { address, ability, capacity }).await?;
         let (mut loss, mut gave_up, patience) = (None, None, invitation.settings.deadlines.lease_interval);
         let (mut ends_session, mut is_told_by_signal, mut is_cut_off) = (false, false, false);
         let start_ticks = (invitation.start_timeout_ms as u128).div_ceil(patience.as_millis()) as u64;

@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
@@ -106,6 +107,11 @@ impl RunningSession {
         self.supervisor.loss()
     }
 
+    /// Returns whether somebody has ended the session's servers, for example with `down`, once that is known.
+    pub fn ended(&self) -> Arc<AtomicBool> {
+        self.supervisor.ended()
+    }
+
     /// Waits until all servers have ended.
     pub fn wait(&mut self) {
         self.supervisor.wait();
@@ -140,6 +146,7 @@ fn invitation(plan: &SessionPlan, session: SessionId, key: Zeroizing<[u8; 32]>, 
         host: None,
         node_name_variable: launcher.node_name_variable.map(str::to_owned),
         replaces: None,
+        replaced_capacity: None,
         is_job_step: launcher.is_job_step,
         is_local: launcher.is_local(),
         job: plan.allocation.job.clone(),

@@ -15,6 +15,8 @@ mod replacement;
 mod start;
 
 use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
 
 use dayfly_client::locate::Watch;
@@ -34,6 +36,7 @@ pub(crate) use start::StartRequest;
 pub(crate) struct Supervisor {
     end: Option<oneshot::Sender<()>>,
     loss: Option<oneshot::Receiver<String>>,
+    ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -46,6 +49,8 @@ impl Supervisor {
         let (end, ending) = oneshot::channel();
         let (loss_sender, loss) = oneshot::channel();
         let (result_sender, result) = std::sync::mpsc::channel();
+        let ended = Arc::new(AtomicBool::new(false));
+        let is_ended = ended.clone();
         let span = Span::current();
         let thread = thread::Builder::new().name("supervisor".to_owned()).spawn(move || {
             runtime.block_on(async {
@@ -65,7 +70,7 @@ impl Supervisor {
                         // The caller of this function waits for the result.
                         let _ = result_sender.send(Ok(()));
                         let (mut processes, request) = start.into_parts();
-                        let loss = lease::hold(started, request, &mut processes, ending, gone).await;
+                        let loss = lease::hold(started, request, &mut processes, is_ended, ending, gone).await;
                         if let Some(reason) = loss {
                             tracing::warn!(%session, reason, "the session is lost");
                             // If nobody waits for the reason, ending the session is all that can be
@@ -87,9 +92,14 @@ impl Supervisor {
             runtime.shutdown_background();
         });
         let thread = thread.map_err(LaunchError::io("cannot start the supervisor's thread"))?;
-        let supervisor = Self { end: Some(end), loss: Some(loss), thread: Some(thread) };
+        let supervisor = Self { end: Some(end), loss: Some(loss), ended, thread: Some(thread) };
         result.recv().map_err(|_| LaunchError::SupervisorEnded)??;
         Ok(supervisor)
+    }
+
+    /// Returns whether somebody has ended the session's servers, once that is known.
+    pub(crate) fn ended(&self) -> Arc<AtomicBool> {
+        self.ended.clone()
     }
 
     /// Waits until all servers have ended.
@@ -123,6 +133,7 @@ impl Drop for Supervisor {
 /// then drops, and so kills, the others.
 async fn wind_down(processes: &mut LauncherProcesses, notices: &Notices) {
     if timeout(LAUNCHER_END_TIMEOUT, processes.all_exited()).await.is_err() {
-        notices.show("a process that started servers does not exit; killing it");
+        let hosts = processes.running_on().join(", ");
+        notices.show(format_args!("the process that started the server on {hosts} does not exit; killing it"));
     }
 }

@@ -160,6 +160,15 @@ impl Supervision {
         self.members.iter().all(|member| is_gone(&member.state))
     }
 
+    /// Returns whether a session that somebody has ended is over: nothing waits for members that are silent, which end by themselves.
+    pub fn is_over_once_ended(&self) -> bool {
+        self.members.iter().all(|member| match member.state {
+            State::Live { silent_ticks } => silent_ticks > self.patience.silent_ticks,
+            State::Closed { .. } | State::CaughtUp => false,
+            State::Ended { .. } | State::Lost | State::Returning { .. } => true,
+        })
+    }
+
     /// Returns whether a new server can take a node's place: its server is lost, and none is about to return.
     pub fn is_vacant(&self, node: NodeId) -> bool {
         let is_gone = |state: &State| matches!(state, State::Lost | State::Ended { .. });
@@ -397,6 +406,16 @@ mod tests {
         assert_eq!((supervision.roster().epoch(), member.incarnation, member.is_lost), (2, 1, false));
         assert_eq!(supervision.roster().coordinator(), NodeId(1), "the coordinator changes only when it is lost");
         assert_eq!(supervision.change().members.len(), 1);
+    }
+
+    #[test]
+    fn a_session_that_somebody_has_ended_does_not_wait_for_silent_members() {
+        let mut supervision = session();
+        [0, 1].into_iter().for_each(|node| supervision.ended(NodeId(node)));
+        pass(&mut supervision, 5, &[0, 1, 2]);
+        assert!(!supervision.is_over_once_ended(), "node 2 may be about to end");
+        pass(&mut supervision, 100, &[0, 1, 2]);
+        assert!(supervision.is_over_once_ended() && !supervision.is_over());
     }
 
     #[test]

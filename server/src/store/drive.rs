@@ -191,8 +191,9 @@ impl Drive {
     /// Looks for room that other programs have made since the drive was full, or since this server started.
     pub(super) fn look_for_room(&self) {
         let grown = self.grown(self.free_on_file_system().saturating_add(self.used()));
+        let is_all = self.growth.is_some_and(|growth| grown == growth.most_bytes);
         // Smaller changes are left to others. Otherwise the share would creep while room is reserved, but not written yet.
-        if grown / 2 >= self.share() {
+        if grown / 2 >= self.share() || is_all && grown > self.share() {
             self.share.store(grown, Ordering::Relaxed);
         }
         self.set_not_full();
@@ -368,7 +369,11 @@ mod tests {
         assert_eq!((growing.capacity(), growing.free_but_for_others()), (50_000, 49_600));
         let whole = open(1000, Some(Growth { millionths: 900_000, most_bytes: 1900 }));
         whole.look_for_room();
-        assert_eq!(whole.capacity(), 1000, "less than twice as much");
+        assert_eq!(whole.capacity(), 1900, "all that it may ever have");
+        let most = free_bytes(folder.path()).unwrap() / 10 * 6;
+        let large = open(most, Some(Growth { millionths: 900_000, most_bytes: u64::MAX }));
+        large.look_for_room();
+        assert_eq!(large.capacity(), most, "less than twice as much");
     }
 
     #[test]

@@ -25,8 +25,10 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the supervisor may take to notice the end of the last server, before it is told to end.
 const LAST_SERVER_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a server may take to let this process attach. A new server lets nobody attach before it is a member, which it never will
-/// be if the others have ended, so it gets a SIGTERM.
+/// be if the others have ended, so it gets a SIGTERM. One that stands still is killed after [`DOWN_TIMEOUT`].
 const NEW_SERVER_PATIENCE: Duration = Duration::from_secs(3);
+/// How long to wait for an answer at a time. Such waits are counted, because a job that is suspended has no time to answer.
+const ANSWER_POLL: Duration = Duration::from_millis(100);
 /// How long the supervisor may take to end after SIGTERM. That of `run` gives its command 30 s.
 const SUPERVISOR_TIMEOUT: Duration = Duration::from_secs(35);
 
@@ -131,20 +133,20 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
     }
     drop(sender);
     let (mut nodes, mut freed_bytes, mut is_partial) = (0, 0, false);
-    let mut silent = local;
-    let deadline = Instant::now() + NEW_SERVER_PATIENCE;
+    let (mut silent, mut waited) = (local, Duration::ZERO);
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let answer = match silent.is_empty() {
-            true => answers.recv().map_err(mpsc::RecvTimeoutError::from),
-            false => answers.recv_timeout(left),
-        };
-        let (node, ended) = match answer {
+        let (node, ended) = match answers.recv_timeout(ANSWER_POLL) {
             Ok(answer) => answer,
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                silent.drain(..).for_each(|node| {
-                    signal_server(location, node, Signal::SIGTERM);
-                });
+                waited += ANSWER_POLL;
+                if waited == NEW_SERVER_PATIENCE {
+                    for &node in &silent {
+                        signal_server(location, node, Signal::SIGTERM);
+                    }
+                }
+                if waited == DOWN_TIMEOUT {
+                    nodes += kill_all(location, &silent);
+                }
                 continue;
             }
             // All threads have sent their last answer.
@@ -186,7 +188,7 @@ fn wait_or_kill(location: &SessionFolder) -> Result<usize, Failure> {
     let mut killed = None;
     while !location.live_nodes().is_empty() {
         if Instant::now() > deadline && killed.is_none() {
-            killed = Some(kill_all(location));
+            killed = Some(kill_all(location, &location.live_nodes()));
         }
         if Instant::now() > deadline + KILL_TIMEOUT {
             let left = location
@@ -225,10 +227,10 @@ fn end_node(
     Ok(ended)
 }
 
-/// Kills the servers on this machine. Returns how many there were.
-fn kill_all(location: &SessionFolder) -> usize {
+/// Kills servers on this machine. Returns how many of them there were.
+fn kill_all(location: &SessionFolder, nodes: &[NodeId]) -> usize {
     let mut killed = 0;
-    for node in location.live_nodes() {
+    for &node in nodes {
         if let Some(pid) = location.pid(node) {
             complain(format_args!("node {node} did not end in time; killing process {pid}"));
             killed += usize::from(signal_server(location, node, Signal::SIGKILL));

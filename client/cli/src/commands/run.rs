@@ -9,6 +9,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dayfly_client::locate::SessionFolder;
@@ -79,15 +80,19 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
             run_command(session.location(), &arguments.command, &mut interruptions, loss).await
         };
         let status = work.await;
+        let was_ended = session.ended().load(Ordering::Relaxed);
         let ended = down::end_servers(session.location());
         drop(session);
         // If both failed, the failure of CMD is reported.
         let (status, ended) = (status?, ended.map_err(own)?);
-        complain(format_args!(
-            "session down: {} ended, {} freed",
-            counted(ended.nodes as u64, "node"),
-            size::show(ended.freed_bytes)
-        ));
+        match was_ended {
+            true => complain("the session was ended by another command, such as 'dayfly down'"),
+            false => complain(format_args!(
+                "session down: {} ended, {} freed",
+                counted(ended.nodes as u64, "node"),
+                size::show(ended.freed_bytes)
+            )),
+        }
         Ok(ExitCode::from(status))
     });
     // A stage-in that was interrupted may still be waiting for its answer.

@@ -6,6 +6,7 @@ use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::atomic::Ordering;
 use std::thread;
 
 use dayfly_launch::{RunningSession, SessionPlan};
@@ -86,6 +87,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
             redirect_to_log(&session)?;
         }
         let (location, end, loss) = (session.location().clone(), session.end_handle(), session.loss());
+        let was_ended = session.ended();
         let mut waiting = tokio::task::spawn_blocking(move || session.wait());
         tokio::select! {
             _ = &mut waiting => match lost(loss).await {
@@ -93,13 +95,15 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 None => Ok(ExitCode::SUCCESS),
             },
             _ = interruptions.next() => {
+                let is_over = was_ended.load(Ordering::Relaxed);
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
                 drop(end);
                 let _ = waiting.await;
                 if let Err(failure) = ended {
                     complain(failure);
                 }
-                Ok(ExitCode::from(interruptions.status()))
+                // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
+                Ok(if is_over { ExitCode::SUCCESS } else { ExitCode::from(interruptions.status()) })
             }
         }
     })

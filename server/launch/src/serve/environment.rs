@@ -11,6 +11,7 @@ use dayfly_client::ClientError;
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::limits::{DECODERS_MAX, SERVER_DESCRIPTORS_MIN, stage_in_workers_max};
+use dayfly_server::Growth;
 use nix::fcntl::Flock;
 use nix::sys::resource::{Resource, getrlimit};
 
@@ -28,6 +29,8 @@ pub(super) struct ServerEnvironment {
     data_dirs: Vec<PathBuf>,
     /// Bytes that the server may use in its data dirs.
     pub(super) capacity: u64,
+    /// How this may change later.
+    pub(super) growth: Option<Growth>,
     /// Stage-in workers of this server.
     pub(super) workers: usize,
     /// Decoder threads for one compressed source.
@@ -49,8 +52,16 @@ impl ServerEnvironment {
             cleanup::sweep(&runtime_dir, &settings.data_dirs)?;
         }
         let (data_dirs, mut warnings) = data_dir::check(&settings.data_dirs, settings.allow_network_data_dir)?;
-        let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
-        warnings.extend(warning);
+        let growth = || data_dir::growth(settings.capacity, invitation.replaced_capacity, settings.servers_here);
+        let growth = invitation.replaces.map(|_| growth());
+        let capacity = match growth {
+            Some(growth) => data_dir::capacity_now(growth, &data_dirs)?,
+            None => {
+                let (capacity, warning) = data_dir::capacity(settings.capacity, &data_dirs, settings.servers_here)?;
+                warnings.extend(warning);
+                capacity
+            }
+        };
         let stage_in_memory =
             stage_in_memory::per_server(settings.stage_in_memory, settings.servers_here, settings.stage_in_workers);
         let (location, lock) = locate::enter(&runtime_dir, session, invitation.job.as_deref(), invitation.is_local)?;
@@ -69,7 +80,7 @@ impl ServerEnvironment {
         // A single source is decoded by all cores. With many sources the workers keep the cores
         // busy, and share the decoder threads.
         let decoders = cores.clamp(1, DECODERS_MAX);
-        Ok(Self { location, lock, data_dirs, capacity, workers, decoders, stage_in_memory, warnings })
+        Ok(Self { location, lock, data_dirs, capacity, growth, workers, decoders, stage_in_memory, warnings })
     }
 
     /// Returns the session's folders in the data dirs. Each contains the folders of its nodes.

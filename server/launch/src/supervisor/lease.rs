@@ -7,6 +7,8 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
@@ -40,14 +42,15 @@ pub(super) async fn hold(
     session: StartedSession,
     request: StartRequest,
     processes: &mut LauncherProcesses,
+    is_ended: Arc<AtomicBool>,
     mut ending: oneshot::Receiver<()>,
     mut gone: impl Future<Output = PathBuf> + Unpin,
 ) -> Option<String> {
     let StartedSession { members, addresses, mut listener, agreement, own_address } = session;
-    let mut lease = Lease::new(members, addresses, agreement, own_address, request);
+    let mut lease = Lease::new(members, addresses, agreement, own_address, request, is_ended);
     let mut ticks = interval(lease.deadlines.lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    while !lease.supervision.is_over() {
+    while !lease.is_over() {
         tokio::select! {
             _ = &mut ending => {
                 lease.send_to_all(&FromSupervisor::End).await;
@@ -75,6 +78,8 @@ pub(super) async fn hold(
             },
         }
     }
+    // Servers that stand still or are cut off have not heard of the end.
+    lease.send_to_all(&FromSupervisor::End).await;
     lease.why_over()
 }
 
@@ -120,7 +125,7 @@ struct Lease {
     last_loss: Option<(String, String)>,
     /// Whether somebody has ended the session, for example with `down`. Servers that die before they have heard of it, or because they
     /// stand still, are then no loss.
-    is_ended: bool,
+    is_ended: Arc<AtomicBool>,
     messages: mpsc::Receiver<Message>,
     message_sender: mpsc::Sender<Message>,
     /// One task for each channel. They end with the lease.
@@ -135,10 +140,12 @@ impl Lease {
         agreement: Agreement,
         own_address: Option<IpAddr>,
         request: StartRequest,
+        is_ended: Arc<AtomicBool>,
     ) -> Self {
         let deadlines = request.invitation.settings.deadlines;
         let (message_sender, messages) = mpsc::channel(MESSAGES_WAITING_MAX);
         let width = request.lease_tree_width.or((addresses.len() > LEASE_TREE_NODES).then_some(TREE_WIDTH as u16));
+        let capacities = members.iter().map(|member| member.capacity).collect();
         let mut lease = Self {
             tree: width.map(LeaseTree::new),
             supervision: Supervision::new(&addresses, Patience::new(&deadlines)),
@@ -146,21 +153,25 @@ impl Lease {
             addresses,
             agreement,
             own_address,
-            replacements: Replacements::new(request),
+            replacements: Replacements::new(request, capacities),
             deadlines,
             last_channel: 0,
             last_loss: None,
-            is_ended: false,
+            is_ended,
             messages,
             message_sender,
             receivers: JoinSet::new(),
             dialers: JoinSet::new(),
         };
-        for (node, Member { name, host, sender, receiver }) in (0..).map(NodeId).zip(members) {
+        for (node, Member { name, host, sender, receiver, .. }) in (0..).map(NodeId).zip(members) {
             let channel = lease.receive(node, sender, receiver);
             lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new() });
         }
         lease
+    }
+
+    fn is_over(&self) -> bool {
+        self.supervision.is_over() || self.is_ended.load(Ordering::Relaxed) && self.supervision.is_over_once_ended()
     }
 
     /// Returns why the session is over, unless somebody has ended its servers.
@@ -201,7 +212,7 @@ impl Lease {
                 // The server was told to exit, so the end of its channel, however late, must not look like a death.
                 member.channel = None;
                 self.last_loss = None;
-                self.is_ended |= ends_session;
+                self.is_ended.fetch_or(ends_session, Ordering::Relaxed);
                 self.supervision.ended(node);
             }
             Ok(FromServer::Failed { reason, .. }) => return Err(format!("{}: {reason}", member.name)),
@@ -366,7 +377,7 @@ impl Lease {
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
             tracing::warn!(member = name, reason, "a server is lost");
-            if self.is_ended {
+            if self.is_ended.load(Ordering::Relaxed) {
                 self.last_loss = None;
                 continue;
             }

@@ -68,7 +68,7 @@ pub(super) async fn start(
         let join = FromSupervisor::JoinAs { node: node.0, listen };
         control::send(&mut channel.sender, &join).await.map_err(|error| error.to_string())?;
         match receive_answer(&mut channel.receiver).await? {
-            FromServer::Started { address, ability } => {
+            FromServer::Started { address, ability, .. } => {
                 // The session's network is agreed. This finds out whether the server could have agreed to it.
                 agree(preference, &[ability], &[]).map_err(|obstacle| obstacle.to_string())?;
                 Ok(address)

@@ -46,6 +46,8 @@ struct Replacement {
 /// The new servers of a session.
 pub(super) struct Replacements {
     request: StartRequest,
+    /// The bytes that each node's first server was given in its data dirs.
+    capacities: Vec<u64>,
     running: BTreeMap<NodeId, Replacement>,
     /// How many servers have been started, or were about to be, for a node without a user's command.
     attempts: BTreeMap<NodeId, u32>,
@@ -54,8 +56,8 @@ pub(super) struct Replacements {
 }
 
 impl Replacements {
-    pub(super) fn new(request: StartRequest) -> Self {
-        Self { request, running: BTreeMap::new(), attempts: BTreeMap::new(), due: BTreeMap::new() }
+    pub(super) fn new(request: StartRequest, capacities: Vec<u64>) -> Self {
+        Self { request, capacities, running: BTreeMap::new(), attempts: BTreeMap::new(), due: BTreeMap::new() }
     }
 
     pub(super) fn request(&self) -> &StartRequest {
@@ -142,8 +144,10 @@ impl Replacements {
         if self.running.contains_key(&node) {
             return answer(Err(format!("a server for node {node} is being started already")));
         }
-        if self.needs_key_file() && !self.running.is_empty() {
-            return answer(Err("another server is being started; try again in a moment".to_owned()));
+        if let Some(first) = self.running.keys().next().filter(|_| self.needs_key_file()) {
+            return answer(Err(format!(
+                "the new server of node {first} has to join first, because a key file is for one server"
+            )));
         }
         self.due.remove(&node);
         match self.start(node, host, Some(asker), processes) {
@@ -171,7 +175,8 @@ impl Replacements {
     ) -> Result<Option<String>, String> {
         let StartRequest { allocation, invitation, notices, key_file: path, start_timeout, .. } = &self.request;
         let launcher = allocation.launcher;
-        let invitation = Invitation { replaces: Some(node.0), ..invitation.clone() };
+        let replaced_capacity = self.capacities.get(node.index()).copied().filter(|_| invitation.settings.servers_here > 1);
+        let invitation = Invitation { replaces: Some(node.0), replaced_capacity, ..invitation.clone() };
         let earlier_processes = processes.started_count();
         let mut start = || {
             let key_file = match launcher.input {

@@ -80,6 +80,8 @@ pub(super) struct Member {
     pub(super) name: String,
     /// The host as the list of hosts names it.
     pub(super) host: String,
+    /// The bytes that it may take in its data dirs.
+    pub(super) capacity: u64,
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
 }
@@ -407,14 +409,17 @@ impl SessionStart {
         let starts = servers.into_iter().enumerate().map(|(node, server)| async move {
             let name = if is_local { format!("node {node}") } else { format!("node {node} ({})", server.host) };
             let host = hosts[server.index].clone();
-            let mut member = Member { name, host, sender: server.sender, receiver: server.receiver };
+            let mut member = Member { name, host, capacity: 0, sender: server.sender, receiver: server.receiver };
             // Local nodes differ by their loopback addresses, as nodes of a cluster differ by
             // theirs.
             let listen = if is_local { Some(local_address(node)) } else { address_for_others.filter(|_| server.is_here) };
             let start = async {
                 send(&mut member.sender, &FromSupervisor::JoinAs { node: node as u16, listen }).await?;
                 match receive_answer(&mut member.receiver).await? {
-                    FromServer::Started { address, ability } => Ok(StartedServer { address, ability }),
+                    FromServer::Started { address, ability, capacity } => {
+                        member.capacity = capacity;
+                        Ok(StartedServer { address, ability })
+                    }
                     FromServer::Failed { reason, .. } => Err(reason),
                     _ => Err(unexpected_message()),
                 }
@@ -518,6 +523,7 @@ mod tests {
             members.push(Member {
                 name: format!("node {node}"),
                 host: String::new(),
+                capacity: 0,
                 sender: member.sender,
                 receiver: member.receiver,
             });
