@@ -201,7 +201,7 @@ fn slow(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, Duration::from_secs(10))
 }
 
-/// The command kills servers that do not let it attach.
+/// SEMANTICS: "The end of a session kills a server on the same machine that has not answered for 20 s."
 fn down(_: &Deadlines) -> (Duration, Duration) {
     (Duration::ZERO, dayfly_meta::limits::DOWN_TIMEOUT)
 }

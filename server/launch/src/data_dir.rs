@@ -154,8 +154,8 @@ pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16)
     Ok((most, Some(warning)))
 }
 
-/// Returns what a server in the place of a lost one may take, in place of [`capacity`], now and when other programs make room. `replaced`
-/// is what the lost one was given, if the other `servers` of this machine keep their shares.
+/// Returns what a server that replaces a lost one may take, now and when other programs make room. `replaced` is what the lost one was
+/// given. Without it, the server takes an equal share with the other `servers` of this machine.
 pub(crate) fn growth(wanted: Option<u64>, replaced: Option<u64>, servers: u16) -> Growth {
     let percent = if wanted.is_some() { SHARE_PERCENT_MAX } else { SHARE_PERCENT };
     let millionths = percent * 10_000;

@@ -178,16 +178,21 @@ impl Streams {
 
     /// Records that a block of a source has arrived.
     pub(super) fn note_arrival(&self, key: SourceKey) {
-        if self.is_any_wait.load(Ordering::Acquire) {
+        if self.is_any_wait() {
             let mut waits = self.waits();
             waits.remove(&key);
             self.is_any_wait.store(!waits.is_empty(), Ordering::Release);
         }
     }
 
+    /// Returns whether this node waits for any source.
+    fn is_any_wait(&self) -> bool {
+        self.is_any_wait.load(Ordering::Acquire)
+    }
+
     /// Returns whether the streamer of a source may be asked now: `None` means yes.
     fn wait(&self, key: SourceKey, timeout: Duration) -> Option<Late> {
-        if !self.is_any_wait.load(Ordering::Acquire) {
+        if !self.is_any_wait() {
             return None;
         }
         let waits = self.waits();
@@ -225,8 +230,10 @@ impl Fetcher {
             // In nearly all cases, the owner is asked. If its copy is bad, nothing is late.
             let is_owner = dataset.catalog().owner(chunk.block) == Some(node);
             let is_own = node == self.peers.own_node();
-            let is_to_come_back =
-                if is_own { dataset.is_to_come_back(chunk.block) } else { self.has_said_late(dataset, chunk, node) };
+            let is_to_come_back = match is_own {
+                true => dataset.is_to_come_back(chunk.block),
+                false => self.streams.is_any_wait() && self.has_said_late(dataset, chunk, node),
+            };
             let is_asked_as_owner = is_owner && !is_to_come_back;
             if is_asked_as_owner || !self.is_streamed(dataset, chunk) || self.arena.find(&(dataset.id(), chunk)).is_some() {
                 return true;

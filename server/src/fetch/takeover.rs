@@ -165,7 +165,7 @@ impl Fetcher {
         dataset.copies() > 1 && self.has_said_late(dataset, chunk, node)
     }
 
-    /// Returns whether a node, its only holder or one of several, has said that a chunk is to come back to it.
+    /// Returns whether a node has said that a chunk is to come back to it. The node may be the chunk's only holder.
     pub(super) fn has_said_late(&self, dataset: &Dataset, chunk: Chunk, node: NodeId) -> bool {
         self.bad_holders.is_late(dataset, chunk.block, node)
     }

@@ -95,7 +95,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 None => Ok(ExitCode::SUCCESS),
             },
             _ = interruptions.next() => {
-                let is_over = was_ended.load(Ordering::Relaxed);
+                let was_ended = was_ended.load(Ordering::Relaxed);
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
                 drop(end);
                 let _ = waiting.await;
@@ -103,7 +103,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                     complain(failure);
                 }
                 // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
-                Ok(if is_over { ExitCode::SUCCESS } else { ExitCode::from(interruptions.status()) })
+                Ok(if was_ended { ExitCode::SUCCESS } else { ExitCode::from(interruptions.status()) })
             }
         }
     })
