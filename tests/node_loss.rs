@@ -6,7 +6,7 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use crate::harness::samples::{assert_accounts_are_settled, content, dataset, path};
-use crate::harness::{Cluster, Ground, pack, signal, wait_until};
+use crate::harness::{Cluster, Ground, output_of, pack, signal, wait_until};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{BlockId, NodeId, SampleId};
@@ -261,5 +261,11 @@ fn blocks_without_origins_do_not_fail_the_others_in_one_request() {
     drop(batch);
     let file = view.open(paths[failed[0]]).unwrap();
     assert_eq!(view.read_at(&file, 0, &mut [0; 10]).unwrap_err().errno(), nix::libc::EIO);
+    wait_until("the status counts what cannot be read", || {
+        let status = output_of(cluster.dayfly().args(["status", "--json"])).stdout;
+        let status: serde_json::Value = serde_json::from_slice(&status).unwrap();
+        let count = |node: &serde_json::Value| node["recovery"]["unrecoverable"]["blocks"].as_u64();
+        status["nodes"].as_array().unwrap().iter().filter_map(count).sum::<u64>() >= failed.len() as u64
+    });
     cluster.down();
 }

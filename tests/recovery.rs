@@ -8,6 +8,7 @@ use crate::harness::samples::{content, dataset, path};
 use crate::harness::{pack, wait_until};
 use dayfly_meta::id::{BlockId, NodeId};
 use dayfly_meta::limits::ARENA_LEN_MIN;
+use dayfly_meta::wire::status::RecoveryStatus;
 
 const FILES: usize = 900;
 
@@ -251,6 +252,8 @@ fn lost_blocks(dataset: &dayfly_client::Dataset, owner: u16) -> usize {
 
 /// SEMANTICS: "If there is not room for everything, a node caches the blocks that it holds in place of a lost node before those of
 /// live nodes."
+///
+/// SEMANTICS: "It also shows for how many blocks the node has no room, and how many cannot be read again."
 #[test]
 fn recovery_takes_what_fits_and_then_rests() {
     let lens = lens();
@@ -271,5 +274,9 @@ fn recovery_takes_what_fits_and_then_rests() {
     wait_until("recovery rests", is_at_rest);
     assert!(found.get() > lost.len() / 10 && found.get() < lost.len(), "{} of {}", found.get(), lost.len());
     assert!(read.get() < lost_bytes, "{} of {lost_bytes} bytes were read", read.get());
+    let all: Vec<_> = (0..3).map(|node| session.status_of(node).recovery).collect();
+    let sum = |count: fn(&RecoveryStatus) -> u64| all.iter().map(count).sum::<u64>() as usize;
+    assert_eq!(sum(|of| of.recovered.count), found.get());
+    assert_eq!(sum(|of| of.wanted.count + of.without_room.count), lost.len(), "{all:?}");
     (0..3).for_each(|node| read_all(&session, node, &lens));
 }

@@ -86,6 +86,10 @@ metrics! {
         |node| one(node.recovery.recovered.bytes);
     "dayfly_recovery_failed_blocks" Gauge "" "Those of the blocks in `dayfly_recovery_wanted_blocks` that could not be read. The node tries again later."
         |node| one(node.recovery.failed.count);
+    "dayfly_recovery_without_room_blocks" Gauge "" "Blocks of lost nodes that the node holds in their place and has not stored, but has no room for."
+        |node| one(node.recovery.without_room.count);
+    "dayfly_recovery_unrecoverable_blocks" Gauge "" "Blocks of lost nodes that no source can be read again for. Reads of them fail."
+        |node| one(node.recovery.unrecoverable.count);
     "dayfly_recovery_scanned" Gauge "" "1 if `dayfly_recovery_wanted_blocks` counts the blocks of all datasets, 0 if the node still looks for more."
         |node| one(node.recovery.is_scanned.into());
     "dayfly_unstored_bytes" Gauge "" "Bytes of the blocks that the node owns but did not store, for lack of room."

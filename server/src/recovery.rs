@@ -43,7 +43,7 @@ use crate::peers::Peers;
 use crate::room::Room;
 use crate::store::{BlockPosition, Dataset, Store, Window};
 use pace::Pace;
-use scan::window;
+use scan::{LeftOut, left_out, window};
 
 /// Does work, or waits forever.
 async fn only_if(is_on: bool, work: impl Future<Output = ()>) {
@@ -64,6 +64,8 @@ pub(crate) struct RecoveryProgress {
     read: Progress,
     /// Blocks for which compressed tars are read again.
     streamed: Progress,
+    /// The other blocks that this node lacks.
+    left_out: Mutex<LeftOut>,
 }
 
 /// How far recovery has come with the blocks of one kind.
@@ -107,6 +109,8 @@ impl RecoveryProgress {
         status.wanted.add(streamed.wanted);
         status.recovered.add(streamed.recovered);
         status.failed.add(streamed.failed);
+        let LeftOut { without_room, unrecoverable } = *self.left_out();
+        (status.without_room, status.unrecoverable) = (without_room, unrecoverable);
         // Recovery learns a moment later than others that members have changed.
         status.is_scanned &= streamed.is_scanned && *known == *lost && (self.has_begun.load(Ordering::Acquire) || !is_incomplete);
         status
@@ -119,6 +123,7 @@ impl RecoveryProgress {
         self.has_begun.store(false, Ordering::Release);
         self.read.reset(to_read);
         self.streamed.reset(to_stream);
+        *self.left_out() = LeftOut::default();
     }
 
     /// Begins to look for blocks of each kind in so many datasets.
@@ -126,6 +131,10 @@ impl RecoveryProgress {
         self.read.begin_pass(to_read);
         self.streamed.begin_pass(to_stream);
         self.has_begun.store(true, Ordering::Release);
+    }
+
+    fn left_out(&self) -> MutexGuard<'_, LeftOut> {
+        self.left_out.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lost(&self) -> MutexGuard<'_, NodeSet> {
@@ -140,7 +149,7 @@ impl Progress {
         let (wanted, recovered) = (self.wanted.get(), self.recovered.get());
         // A scan that begins again has not found all of what was recovered yet.
         let wanted = Reads { count: wanted.count.max(recovered.count), bytes: wanted.bytes.max(recovered.bytes) };
-        RecoveryStatus { wanted, recovered, failed: self.failed.get(), is_scanned }
+        RecoveryStatus { wanted, recovered, failed: self.failed.get(), is_scanned, ..RecoveryStatus::default() }
     }
 
     fn reset(&self, datasets: usize) {
@@ -270,6 +279,7 @@ impl Recovery {
             let datasets = self.store.datasets();
             self.progress.read.begin_pass(datasets.len());
             let mut was_room = true;
+            self.count_left_out(&datasets, lost).await;
             for dataset in datasets {
                 was_room &= self.recover_dataset(&dataset, lost, &mut pace).await;
             }
@@ -297,6 +307,17 @@ impl Recovery {
                 pause = RECOVERY_PAUSE_MIN;
             }
         }
+    }
+
+    async fn count_left_out(&self, datasets: &[Arc<Dataset>], lost: &NodeSet) {
+        let mut all = LeftOut::default();
+        for dataset in datasets {
+            let (scanned, lost, with_streamed) = (dataset.clone(), *lost, !self.timeout.is_zero());
+            let Ok(found) = self.blocking.run(move || left_out(&scanned, &lost, with_streamed)).await else { return };
+            all.without_room.add(found.without_room);
+            all.unrecoverable.add(found.unrecoverable);
+        }
+        *self.progress.left_out() = all;
     }
 
     /// Recovers a dataset. Returns `false` if the drives did not have room for all blocks that the plan has room for.

@@ -276,6 +276,10 @@ pub struct RecoveryStatus {
     pub recovered: Reads,
     /// The blocks that could not be read. The node tries again later.
     pub failed: Reads,
+    /// The blocks that the node lacks, too, but has no room for.
+    pub without_room: Reads,
+    /// The blocks that no source can be read again for, so that reads of them fail until the lost node returns.
+    pub unrecoverable: Reads,
     /// Whether the node has looked through all datasets, so that [`Self::wanted`] counts all blocks. If `--recovery-rate` is 0, there
     /// is nothing to look for.
     pub is_scanned: bool,

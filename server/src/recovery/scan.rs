@@ -41,6 +41,35 @@ pub(super) fn window(
     selection.finish()
 }
 
+/// What a node lacks and does not try to recover.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct LeftOut {
+    pub(super) without_room: Reads,
+    pub(super) unrecoverable: Reads,
+}
+
+/// Returns the blocks that this node lacks and that neither [`window`] nor, `with_streamed`, [`streamed_sources`] finds. Looks at the
+/// whole catalog.
+pub(super) fn left_out(dataset: &Dataset, lost: &NodeSet, with_streamed: bool) -> LeftOut {
+    let (catalog, mut found) = (dataset.catalog(), LeftOut::default());
+    for sample in (0..catalog.header().samples).map(SampleId) {
+        let Some((size, blocks)) = catalog.sample(sample) else { continue };
+        for (part, block) in (0..).zip(blocks) {
+            let id = BlockId(block);
+            if !is_lacking(dataset, lost, id) {
+                continue;
+            }
+            let this = Reads { count: 1, bytes: block_len(size, part) };
+            if !can_be_recovered(dataset, sample, id) && !(with_streamed && dataset.is_streamed(id)) {
+                found.unrecoverable.add(this);
+            } else if !dataset.is_selected(id) {
+                found.without_room.add(this);
+            }
+        }
+    }
+    found
+}
+
 /// Returns the compressed tars from which this node is to hold blocks that it lacks, and counts those blocks. Looks at the whole
 /// catalog.
 pub(super) fn streamed_sources(dataset: &Dataset, lost: &NodeSet) -> (BTreeSet<u32>, Reads) {
@@ -78,8 +107,7 @@ fn each_streamed(dataset: &Dataset, lost: &NodeSet, only: Option<u32>, see: &mut
         let Some((size, blocks)) = catalog.sample(sample) else { continue };
         for (part, block) in (0..).zip(blocks) {
             let id = BlockId(block);
-            let is_mine = || dataset.is_to_come_back(id) || dataset.takes_over(id, lost);
-            if !dataset.is_local(id) && dataset.is_streamed(id) && is_mine() && dataset.is_selected(id) {
+            if is_lacking(dataset, lost, id) && dataset.is_streamed(id) && dataset.is_selected(id) {
                 see(origin.source, offset.saturating_add(u64::from(part) * BLOCK_SIZE_MAX), block, block_len(size, part));
             }
         }
@@ -87,8 +115,15 @@ fn each_streamed(dataset: &Dataset, lost: &NodeSet, only: Option<u32>, see: &mut
 }
 
 fn is_to_recover(dataset: &Dataset, lost: &NodeSet, sample: SampleId, block: BlockId) -> bool {
-    !dataset.is_local(block)
-        && (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
-        && dataset.is_selected(block)
-        && (is_readable_alone(dataset, sample) || dataset.copies() > 1 || dataset.is_to_come_back(block))
+    is_lacking(dataset, lost, block) && dataset.is_selected(block) && can_be_recovered(dataset, sample, block)
+}
+
+/// Returns whether a block may be on another node, or can be read from its source without reading all of that again.
+fn can_be_recovered(dataset: &Dataset, sample: SampleId, block: BlockId) -> bool {
+    is_readable_alone(dataset, sample) || dataset.copies() > 1 || dataset.is_to_come_back(block)
+}
+
+/// Returns whether this node is to hold a block, and does not.
+fn is_lacking(dataset: &Dataset, lost: &NodeSet, block: BlockId) -> bool {
+    !dataset.is_local(block) && (dataset.is_to_come_back(block) || dataset.takes_over(block, lost))
 }

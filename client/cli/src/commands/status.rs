@@ -144,6 +144,9 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         if recovery.wanted.count > 0 || !recovery.is_scanned {
             print_line!("node {node} {}", recovery_line(recovery));
         }
+        for line in lines_about_left_out(recovery) {
+            print_line!("node {node} {line}");
+        }
     }
     for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { network, .. }) = status else { continue };
@@ -172,7 +175,7 @@ fn show_tables(session: &Session, status: &SessionStatus) {
 
 /// Says how far a node has come with the blocks of lost nodes.
 fn recovery_line(recovery: &RecoveryStatus) -> String {
-    let RecoveryStatus { wanted, recovered, failed, is_scanned } = recovery;
+    let RecoveryStatus { wanted, recovered, failed, is_scanned, .. } = recovery;
     let at_least = if *is_scanned { "" } else { "at least " };
     let failures = match failed.count {
         0 => String::new(),
@@ -185,6 +188,22 @@ fn recovery_line(recovery: &RecoveryStatus) -> String {
         show(recovered.bytes),
         show(wanted.bytes)
     )
+}
+
+/// Says which blocks of lost nodes a node does not store in their place.
+fn lines_about_left_out(recovery: &RecoveryStatus) -> Vec<String> {
+    let line = |before: &str, reads: &Reads, after: &str| {
+        (reads.count > 0).then(|| {
+            format!("{before} {} of lost nodes, {}{after}", units::counted(reads.count, "block"), show(reads.bytes))
+        })
+    };
+    [
+        line("has no room for", &recovery.without_room, ""),
+        line("cannot recover", &recovery.unrecoverable, ": reads of them fail until the nodes return"),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn kind(network: &Network) -> &'static str {
@@ -280,8 +299,11 @@ fn origins(status: &NodeStatus) -> Value {
 
 fn recovery_as_json(recovery: &RecoveryStatus) -> Value {
     let one = |reads: &Reads| json!({ "blocks": reads.count, "bytes": reads.bytes });
-    let RecoveryStatus { wanted, recovered, failed, is_scanned } = recovery;
-    json!({ "wanted": one(wanted), "recovered": one(recovered), "failed": one(failed), "is_scanned": is_scanned })
+    let RecoveryStatus { wanted, recovered, failed, without_room, unrecoverable, is_scanned } = recovery;
+    json!({
+        "wanted": one(wanted), "recovered": one(recovered), "failed": one(failed), "without_room": one(without_room),
+        "unrecoverable": one(unrecoverable), "is_scanned": is_scanned,
+    })
 }
 
 fn by_source(reads: &[Reads; SOURCES]) -> Value {
@@ -297,7 +319,8 @@ mod tests {
     #[test]
     fn the_line_about_recovery_says_how_much_is_done_and_what_failed() {
         let reads = |count| Reads { count, bytes: count << 20 };
-        let recovery = RecoveryStatus { wanted: reads(10), recovered: reads(7), failed: reads(0), is_scanned: true };
+        let recovery =
+            RecoveryStatus { wanted: reads(10), recovered: reads(7), is_scanned: true, ..RecoveryStatus::default() };
         assert_eq!(recovery_line(&recovery), "has recovered 7 of 10 blocks of lost nodes, 7.0MiB of 10.0MiB");
         let line = recovery_line(&RecoveryStatus { failed: reads(1), ..recovery });
         assert!(line.ends_with("; 1 block could not be read, and will be tried again"), "{line}");
@@ -305,5 +328,13 @@ mod tests {
         let unfinished = RecoveryStatus { is_scanned: false, ..recovery };
         assert_eq!(recovery_line(&unfinished), "has recovered 7 of at least 10 blocks of lost nodes, 7.0MiB of at least 10.0MiB");
         assert_eq!(recovery_as_json(&unfinished)["is_scanned"], false);
+        assert!(lines_about_left_out(&recovery).is_empty());
+        let left_out = RecoveryStatus { without_room: reads(2), unrecoverable: reads(1), ..recovery };
+        let lines = [
+            "has no room for 2 blocks of lost nodes, 2.0MiB",
+            "cannot recover 1 block of lost nodes, 1.0MiB: reads of them fail until the nodes return",
+        ];
+        assert_eq!(lines_about_left_out(&left_out), lines);
+        assert_eq!(recovery_as_json(&left_out)["without_room"], json!({ "blocks": 2, "bytes": 2 << 20 }));
     }
 }
