@@ -218,7 +218,15 @@ fn a_session_ends_without_complaints_about_servers_that_have_ended_already() {
     assert!(output.status.success() && output.stderr.is_empty(), "{}", text(&output.stderr));
     assert!(text(&output.stdout).contains("2 nodes ended"), "{}", text(&output.stdout));
     cluster.assert_clean();
-    // The supervisor does not complain either. One server ends only because it is killed in the end.
+    // The supervisor does not complain either. Servers that stand still end only because they are killed in the end.
+    std::thread::scope(|scope| {
+        for stopped in [&[1][..], &[0, 1, 2]] {
+            scope.spawn(|| end_in_the_foreground(stopped));
+        }
+    });
+}
+
+fn end_in_the_foreground(stopped: &[u16]) {
     let ground = Ground::new();
     let mut up = ground.dayfly();
     up.args(["up", "--foreground", "--local", "3"]);
@@ -226,7 +234,8 @@ fn a_session_ends_without_complaints_about_servers_that_have_ended_already() {
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(up.stdout.take().unwrap()), &mut id).unwrap();
     let cluster = Cluster { ground, id: id.trim().to_owned() };
-    signal(cluster.pids()[&1], Signal::SIGSTOP);
+    let pids = cluster.pids();
+    stopped.iter().for_each(|node| signal(pids[node], Signal::SIGSTOP));
     cluster.ok(&["down"]);
     assert_eq!(wait_for(&mut up, Duration::from_secs(10)).unwrap().code(), Some(0));
     assert_eq!(std::io::read_to_string(up.stderr.take().unwrap()).unwrap(), "");

@@ -139,6 +139,25 @@ fn clean_removes_the_key_file_of_a_start_that_was_killed() {
     ground.assert_clean();
 }
 
+/// The supervisor does not wait for the server as long as `up` does, and cannot remove the folder meanwhile.
+#[test]
+fn nothing_is_left_if_a_server_that_was_started_by_hand_stands_still_at_the_end() {
+    let ground = Ground::new();
+    let key = ground.at("key");
+    let mut up = ground.dayfly();
+    up.args(["up", "--foreground", "--launcher", "manual", "--nodes", "2", "--deadlines-divisor", "10", "--key-file"]).arg(&key);
+    let mut up = up.stdout(Stdio::piped()).spawn().unwrap();
+    wait_until("the key file exists", || fs::read(&key).is_ok_and(|key| key.ends_with(b"}\n")));
+    let mut servers = [0, 1].map(|_| ground.dayfly().args(["serve", "--key-file"]).arg(&key).spawn().unwrap());
+    let mut id = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(up.stdout.take().unwrap()), &mut id).unwrap();
+    signal(servers[1].id() as i32, Signal::SIGSTOP);
+    signal(up.id() as i32, Signal::SIGTERM);
+    assert_eq!(wait_for(&mut up, Duration::from_secs(40)).unwrap().code(), Some(143));
+    ground.assert_clean();
+    assert!(servers.iter_mut().all(|server| server.wait().is_ok()));
+}
+
 #[test]
 fn servers_can_be_started_by_hand() {
     let ground = Ground::new();

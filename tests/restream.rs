@@ -6,10 +6,10 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use crate::harness::drive::SmallDrive;
-use crate::harness::samples::content;
+use crate::harness::samples::{content, dataset};
 use crate::harness::{self, COMMAND_TIMEOUT, Cluster, Ground, output_of, pack, signal, wait_until};
 use dayfly_client::{Delivery, OnMissing, View};
-use dayfly_meta::id::BlockId;
+use dayfly_meta::id::{BlockId, NodeId};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;
@@ -351,6 +351,67 @@ fn no_node_waits_forever_for_a_new_server_on_a_full_drive_or_asks_it_without_a_p
     drive.make_room();
     cluster.down();
     drop(drive);
+}
+
+/// A new server holds its own samples among the cached blocks. Where few samples are large, the plan of the cache has too little or too
+/// much room for the others.
+///
+/// SEMANTICS: "They do not make way for those of a node that is lost later, and cached blocks of live nodes make way for them."
+/// SEMANTICS: "If the node that is to store such a sample has no room for it, reads of the sample fail with `EIO`, until a new server
+/// has taken the place of the lost one."
+#[test]
+fn new_servers_get_back_what_they_own_although_their_drives_are_full_of_cached_blocks() {
+    let len = |number: usize| match number {
+        _ if number.is_multiple_of(20) => 3_000_000,
+        _ if number.is_multiple_of(5) => 600_000,
+        _ => 20_000,
+    };
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    (0..100).for_each(|number| fs::write(ground.at("tree").join(number.to_string()), content(number, len(number))).unwrap());
+    pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
+    // All samples are 26 MB.
+    let options = ["--deadlines-divisor", "10", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
+    let cluster = ground.up_rejoining(2, &options);
+    cluster.stage(&[&cluster.at("d.tar.gz")], "/dayfly/d");
+    let errors = |node| -> Vec<String> {
+        let view = cluster.view(node);
+        let error_of = |number: usize| {
+            let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+            let mut bytes = vec![0; len(number)];
+            let read = view.read_at(&file, 0, &mut bytes);
+            assert!(read.is_err() || bytes == content(number, len(number)), "file {number} on node {node}");
+            read.err().map(|error| format!("file {number} on node {node}: {error}"))
+        };
+        // Each takes a moment.
+        (0..100).filter_map(error_of).take(3).collect()
+    };
+    let read_all = |node| assert_eq!(errors(node), Vec::<String>::new());
+    let mut failed = 0;
+    // In the end, the server that is left is new and has read nothing, so it has the other samples neither on its drive nor in memory.
+    for (killed, is_read) in [(0, true), (1, true), (0, true), (1, true), (1, true), (0, true), (1, false), (0, false)] {
+        let other = 1 - killed;
+        if is_read {
+            (0..2).for_each(read_all);
+        }
+        lose(&cluster, killed, other);
+        wait_until("the other node has taken over what fits", || {
+            let recovery = &status(&cluster, other)["nodes"][usize::from(other)]["recovery"];
+            recovery["is_scanned"] == true && recovery["wanted"] == recovery["recovered"]
+        });
+        let errors = errors(other);
+        assert!(errors.iter().all(|error| error.contains("no room to keep")), "{errors:?}");
+        failed += errors.len();
+        let dataset = dataset(&cluster.view(other));
+        let is_own = |block: &u32| dataset.catalog().owner(BlockId(*block)) == Some(NodeId(other));
+        let mut own = (0..dataset.catalog().header().blocks).filter(is_own);
+        assert!(own.all(|block| dataset.is_here(BlockId(block))), "its own samples have made way");
+        let rejoined = output_of(cluster.dayfly().arg("rejoin").env("DAYFLY_NODE", other.to_string()));
+        assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+    }
+    (0..2).for_each(read_all);
+    assert!(failed > 0, "there was room for all");
+    cluster.down();
 }
 
 /// Destroys all copies of many samples on the servers' drives.

@@ -54,6 +54,8 @@ const SUPERVISOR_LOCK: &str = "supervisor.lock";
 const SOCKET_PATH_LEN_MAX: usize = 107;
 /// The file with the workload manager's name for the job that the session belongs to.
 const JOB: &str = "job";
+/// The file in a session's folder that says that somebody is ending the session.
+const ENDED: &str = "ended";
 
 /// A session's folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -382,6 +384,20 @@ impl SessionFolder {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         }
+    }
+
+    /// Tells the session's supervisor that somebody is ending the session, so that servers which are killed now are no loss.
+    ///
+    /// # Errors
+    ///
+    /// If the file that says so cannot be written.
+    pub fn set_ended(&self) -> io::Result<()> {
+        write_private(&self.folder.join(ENDED), b"")
+    }
+
+    /// Returns whether somebody has begun to end the session.
+    pub fn is_ended(&self) -> bool {
+        self.folder.join(ENDED).exists()
     }
 
     /// Returns the node that this process belongs to: the one that `DAYFLY_NODE` names, else the

@@ -518,7 +518,8 @@ pub const LEASE_TREE_PATIENCE: u32 = 3;
 /// How many pairs of nodes that fell back to TCP are named when the session starts. `status` names
 /// all of them.
 pub const FALLEN_BACK_SHOWN_MAX: usize = 16;
-/// How often servers and supervisors check that their files still have their names.
+/// How often servers and supervisors check that their files still have their names, and supervisors whether somebody has ended the
+/// session.
 pub const FOLDER_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// How often servers and supervisors refresh the times of their files, because programs that clean
 /// up `/tmp` remove files that have not been used for days.

@@ -41,7 +41,7 @@ use crate::blocking::Blocking;
 use crate::fetch::Fetcher;
 use crate::peers::Peers;
 use crate::room::Room;
-use crate::store::{BlockPosition, Dataset, Store, Window};
+use crate::store::{BlockPosition, Dataset, Store, Window, room_for};
 use pace::Pace;
 use scan::{LeftOut, left_out, window};
 
@@ -74,6 +74,8 @@ struct Progress {
     wanted: Total,
     recovered: Total,
     failed: Total,
+    /// The blocks that a pass found no room for, although the plan has some.
+    without_room: Total,
     /// The datasets whose blocks `wanted` does not count yet.
     uncounted: AtomicUsize,
 }
@@ -109,8 +111,10 @@ impl RecoveryProgress {
         status.wanted.add(streamed.wanted);
         status.recovered.add(streamed.recovered);
         status.failed.add(streamed.failed);
+        status.without_room.add(streamed.without_room);
         let LeftOut { without_room, unrecoverable } = *self.left_out();
-        (status.without_room, status.unrecoverable) = (without_room, unrecoverable);
+        status.without_room.add(without_room);
+        status.unrecoverable.add(unrecoverable);
         // Recovery learns a moment later than others that members have changed.
         status.is_scanned &= streamed.is_scanned && *known == *lost && (self.has_begun.load(Ordering::Acquire) || !is_incomplete);
         status
@@ -149,25 +153,29 @@ impl Progress {
         let (wanted, recovered) = (self.wanted.get(), self.recovered.get());
         // A scan that begins again has not found all of what was recovered yet.
         let wanted = Reads { count: wanted.count.max(recovered.count), bytes: wanted.bytes.max(recovered.bytes) };
-        RecoveryStatus { wanted, recovered, failed: self.failed.get(), is_scanned, ..RecoveryStatus::default() }
+        let (failed, without_room) = (self.failed.get(), self.without_room.get());
+        RecoveryStatus { wanted, recovered, failed, without_room, unrecoverable: Reads::default(), is_scanned }
     }
 
     fn reset(&self, datasets: usize) {
         self.uncounted.store(datasets, Ordering::Release);
-        [&self.wanted, &self.recovered, &self.failed].into_iter().for_each(|total| total.set(Reads::default()));
+        [&self.wanted, &self.recovered, &self.failed, &self.without_room]
+            .into_iter()
+            .for_each(|total| total.set(Reads::default()));
     }
 
     /// Prepares for a scan of `datasets` datasets that will find again what could not be recovered so far.
     fn begin_pass(&self, datasets: usize) {
         self.uncounted.store(datasets, Ordering::Release);
         self.wanted.set(self.recovered.get());
-        self.failed.set(Reads::default());
+        [&self.failed, &self.without_room].into_iter().for_each(|total| total.set(Reads::default()));
     }
 
-    /// Ends a pass after which so many blocks are still missing.
-    fn end_pass(&self, missing: Reads) {
+    /// Ends a pass after which so many blocks are still missing: those that had no room, and others.
+    fn end_pass(&self, without_room: Reads, others: Reads) {
         let mut wanted = self.recovered.get();
-        wanted.add(missing);
+        wanted.add(others);
+        self.without_room.set(without_room);
         self.wanted.set(wanted);
     }
 
@@ -288,6 +296,12 @@ impl Recovery {
                 let (blocks, bytes, failures) = (recovered.count, recovered.bytes, failed.count);
                 tracing::info!(wanted = wanted.count, blocks, bytes, failures, "recovered blocks of lost nodes");
             }
+            if !was_room {
+                let rest = |all: u64, parts: [u64; 2]| all.saturating_sub(parts.iter().sum());
+                let count = rest(wanted.count, [recovered.count, failed.count]);
+                let bytes = rest(wanted.bytes, [recovered.bytes, failed.bytes]);
+                self.progress.read.end_pass(Reads { count, bytes }, failed);
+            }
             let is_done = was_room && failed.count == 0;
             let mut again = Instant::now() + pause;
             while self.room.plans() == plan {
@@ -366,6 +380,15 @@ impl Recovery {
         batch
     }
 
+    /// Makes room for blocks that this node is to hold, as far as cached blocks that it does not hold take it.
+    async fn make_room_for(&self, dataset: &Dataset, blocks: &[BlockId]) {
+        let rooms = blocks.iter().map(|&block| dataset.catalog().block(block).map_or(0, |(_, len)| room_for(len)));
+        let (sum, longest) = rooms.fold((0, 0), |(sum, longest), room| (sum + room, room.max(longest)));
+        if let Err(error) = self.room.make_room_for_held(sum, longest).await {
+            tracing::warn!(dataset = dataset.id().0, %error, "cannot make room for blocks of lost nodes");
+        }
+    }
+
     /// Recovers a batch. Returns `false` if there is no room for more.
     async fn recover_batch(&self, dataset: &Arc<Dataset>, batch: &[BlockId], pace: &mut Pace) -> bool {
         while dataset.cached_blocks().is_paused() {
@@ -386,6 +409,7 @@ impl Recovery {
         }
         pace.pass(total(&absent).bytes).await;
         self.fetcher.let_readers_go_first().await;
+        self.make_room_for(dataset, &absent).await;
         let outcome = self.fetcher.recover(dataset, &absent).await;
         self.progress.read.recovered.add(total(&outcome.recovered));
         self.progress.read.failed.add(total(&outcome.failed));

@@ -181,6 +181,27 @@ impl Room {
         }
     }
 
+    /// Evicts cached blocks that this node does not hold, until the drives have room for `bytes` of blocks that it holds, of which the
+    /// longest has `longest` bytes, or until there are no others. The plan only estimates how many bytes it selects, so others may have
+    /// taken the room.
+    pub(crate) async fn make_room_for_held(self: &Arc<Self>, bytes: u64, longest: u64) -> Result<(), RoomError> {
+        let _alone = self.planning.lock().await;
+        let mut wanted = bytes;
+        loop {
+            let is_enough = move |room: &Self| room.store.has_room_for_all(bytes) && room.store.has_room(longest);
+            if self.on_drives(is_enough).await? || !self.on_drives(move |room| room.withdraw_others(wanted)).await? {
+                return Ok(());
+            }
+            if self.free_withdrawn().await?.is_none() {
+                return Ok(());
+            }
+            // What is written now lies behind what was there before, so the segments must be longer.
+            let extend = |room: &Self| room.store.datasets().iter().try_for_each(|dataset| dataset.extend_cached_region());
+            self.on_drives(extend).await?.map_err(RoomError::Prepare)?;
+            wanted = wanted.saturating_mul(2);
+        }
+    }
+
     /// Evicts cached blocks, so that a stage-in has at least `bytes` for what it writes in addition to blocks, even if other
     /// programs have filled the file system. If nothing is cached, the writes themselves fail on the full drive.
     pub(crate) async fn make_headroom(self: &Arc<Self>, bytes: u64) -> Result<(), RoomError> {
@@ -338,6 +359,20 @@ impl Room {
             dataset.lower_cache_threshold(lowered_threshold(dataset.cached_blocks().threshold(), bytes, evictable));
         }
         !cached.is_empty()
+    }
+
+    /// Withdraws about `bytes` of cached blocks that this node does not hold. Returns `false` if none are cached.
+    fn withdraw_others(&self, bytes: u64) -> bool {
+        let evictable = self.store.evictable_room();
+        let mut is_any = false;
+        for dataset in self.store.datasets() {
+            let (threshold, lowest) = (dataset.cached_blocks().threshold(), dataset.threshold_of_held());
+            if threshold > lowest {
+                dataset.lower_cache_threshold(lowered_threshold(threshold, bytes, evictable).max(lowest));
+                is_any = true;
+            }
+        }
+        is_any
     }
 
     /// Frees all withdrawn blocks once no process has views of them. Returns the bytes freed, or `None` if a process keeps

@@ -170,6 +170,15 @@ impl Store {
         self.drives.iter().any(has)
     }
 
+    /// Returns whether all drives together have room for `bytes` of blocks. Several blocks need not fit on one drive.
+    pub(crate) fn has_room_for_all(&self, bytes: u64) -> bool {
+        let free_on = |drive: &Arc<Drive>| {
+            let free = drive.free().saturating_sub(drive.left_for_catalogs());
+            free.min(drive.free_on_file_system().saturating_sub(drive.protected_headroom()))
+        };
+        self.drives.iter().map(free_on).sum::<u64>() >= bytes
+    }
+
     /// Returns what [`Self::free`] would be if other programs had left our capacity on the file systems free.
     pub(crate) fn free_capacity(&self) -> u64 {
         let free = self.drives.iter().map(|drive| drive.free_but_for_others()).sum::<u64>();

@@ -29,6 +29,7 @@ mod allocation;
 pub mod cleanup;
 mod control;
 mod data_dir;
+mod ended;
 mod error;
 mod folder_watch;
 mod hosts;

@@ -6,7 +6,6 @@ use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_meta::id::SessionId;
@@ -19,6 +18,7 @@ use zeroize::Zeroizing;
 
 use crate::cleanup::{self, KEY_FILE_NAME};
 use crate::data_dir;
+use crate::ended::Ended;
 use crate::error::LaunchError;
 use crate::invitation::{Invitation, Settings};
 use crate::launchers::Input;
@@ -80,7 +80,7 @@ impl RunningSession {
         let folder = location.folder.display().to_string();
         let watch = noted.and_then(|()| location.watch_supervisor(&lock));
         let watch = watch.map_err(LaunchError::io(format!("cannot use the session's folder '{folder}'")));
-        match watch.and_then(|watch| Supervisor::start(request, watch, cancelled)) {
+        match watch.and_then(|watch| Supervisor::start(request, watch, Ended::new(location.clone()), cancelled)) {
             Ok(supervisor) => Ok(Self { location, supervisor, lock: Some(lock), notices }),
             Err(error) => {
                 drop(lock);
@@ -107,8 +107,8 @@ impl RunningSession {
         self.supervisor.loss()
     }
 
-    /// Returns whether somebody has ended the session's servers, for example with `down`, once that is known.
-    pub fn ended(&self) -> Arc<AtomicBool> {
+    /// Returns what is known about who has ended the session.
+    pub fn ended(&self) -> Ended {
         self.supervisor.ended()
     }
 

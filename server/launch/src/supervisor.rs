@@ -15,8 +15,6 @@ mod replacement;
 mod start;
 
 use std::pin::pin;
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::thread::{self, JoinHandle};
 
 use dayfly_client::locate::Watch;
@@ -25,6 +23,7 @@ use tokio::sync::oneshot;
 use tokio::time::timeout;
 use tracing::{Instrument, Span};
 
+use crate::ended::Ended;
 use crate::error::LaunchError;
 use crate::folder_watch::{gone_message, until_gone};
 use crate::notices::Notices;
@@ -36,21 +35,25 @@ pub(crate) use start::StartRequest;
 pub(crate) struct Supervisor {
     end: Option<oneshot::Sender<()>>,
     loss: Option<oneshot::Receiver<String>>,
-    ended: Arc<AtomicBool>,
+    ended: Ended,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Supervisor {
     /// Starts all servers, and waits until they are ready or `cancelled` fires. Ends the session
     /// when a watched file is gone.
-    pub(crate) fn start(request: StartRequest, watch: Watch, cancelled: oneshot::Receiver<()>) -> Result<Self, LaunchError> {
+    pub(crate) fn start(
+        request: StartRequest,
+        watch: Watch,
+        ended: Ended,
+        cancelled: oneshot::Receiver<()>,
+    ) -> Result<Self, LaunchError> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(LaunchError::io("cannot start the supervisor's runtime"))?;
         let (end, ending) = oneshot::channel();
         let (loss_sender, loss) = oneshot::channel();
         let (result_sender, result) = std::sync::mpsc::channel();
-        let ended = Arc::new(AtomicBool::new(false));
-        let is_ended = ended.clone();
+        let known_ended = ended.clone();
         let span = Span::current();
         let thread = thread::Builder::new().name("supervisor".to_owned()).spawn(move || {
             runtime.block_on(async {
@@ -70,7 +73,7 @@ impl Supervisor {
                         // The caller of this function waits for the result.
                         let _ = result_sender.send(Ok(()));
                         let (mut processes, request) = start.into_parts();
-                        let loss = lease::hold(started, request, &mut processes, is_ended, ending, gone).await;
+                        let loss = lease::hold(started, request, &mut processes, known_ended, ending, gone).await;
                         if let Some(reason) = loss {
                             tracing::warn!(%session, reason, "the session is lost");
                             // If nobody waits for the reason, ending the session is all that can be
@@ -97,8 +100,8 @@ impl Supervisor {
         Ok(supervisor)
     }
 
-    /// Returns whether somebody has ended the session's servers, once that is known.
-    pub(crate) fn ended(&self) -> Arc<AtomicBool> {
+    /// Returns what is known about who has ended the session.
+    pub(crate) fn ended(&self) -> Ended {
         self.ended.clone()
     }
 

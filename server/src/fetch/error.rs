@@ -26,7 +26,7 @@ pub(crate) enum FetchError {
     #[error("its owner does not answer")]
     AskOthers,
     #[error(
-        "cannot read {chunk}: its node was lost, and node {node} cannot read it again out of its compressed archive: \
+        "cannot read {chunk}: the server that stored it was lost, and node {node} cannot read it again out of its compressed archive: \
          {reason}; stage such archives in with --copies 2"
     )]
     NotRecovered { chunk: ChunkName, node: NodeId, reason: String },

@@ -60,7 +60,8 @@ pub(super) fn left_out(dataset: &Dataset, lost: &NodeSet, with_streamed: bool) -
                 continue;
             }
             let this = Reads { count: 1, bytes: block_len(size, part) };
-            if !can_be_recovered(dataset, sample, id) && !(with_streamed && dataset.is_streamed(id)) {
+            let is_streamed_again = with_streamed && dataset.is_streamed(id);
+            if !(is_streamed_again || can_be_recovered(dataset, sample, id)) {
                 found.unrecoverable.add(this);
             } else if !dataset.is_selected(id) {
                 found.without_room.add(this);

@@ -80,7 +80,7 @@ impl Recovery {
                         has_failed |= !self.stream(dataset, source, lost, Some(&mut pace)).await;
                     }
                 }
-                self.count_missing(&datasets, lost).await;
+                self.count_missing(&datasets, lost, has_failed).await;
             }
             let again = Instant::now() + pause;
             while self.rate == 0 || self.room.plans() == plan && !(has_failed && Instant::now() > again) {
@@ -92,15 +92,19 @@ impl Recovery {
         }
     }
 
-    /// Counts what is still missing after a pass. Readers may have brought some of the blocks that it had counted.
-    async fn count_missing(&self, datasets: &[Arc<Dataset>], lost: &NodeSet) {
+    /// Counts what is still missing after a pass; unless it has failed, for lack of room. Readers may have brought some of the blocks that
+    /// it had counted.
+    async fn count_missing(&self, datasets: &[Arc<Dataset>], lost: &NodeSet, has_failed: bool) {
         let mut missing = Reads::default();
         for dataset in datasets {
             let (scanned, lost) = (dataset.clone(), *lost);
             let Ok((_, found)) = self.blocking.run(move || streamed_sources(&scanned, &lost)).await else { return };
             missing.add(found);
         }
-        self.progress.streamed.end_pass(missing);
+        match has_failed {
+            true => self.progress.streamed.end_pass(Reads::default(), missing),
+            false => self.progress.streamed.end_pass(missing, Reads::default()),
+        }
     }
 
     /// Reads the tars that readers wait for.
@@ -180,6 +184,7 @@ impl Recovery {
             // Readers may have brought some of these blocks, and the plan may have changed.
             let is_absent = |block: &BlockId| !dataset.is_local(*block) && dataset.is_selected(*block);
             let absent: Vec<BlockId> = batch.iter().copied().filter(is_absent).collect();
+            self.make_room_for(dataset, &absent).await;
             let outcome = self.fetcher.recover(dataset, &absent).await;
             let recovered = total(&outcome.recovered);
             self.progress.streamed.recovered.add(recovered);
@@ -201,6 +206,7 @@ impl Recovery {
         // Until then, no plan says which blocks there is room for.
         wait_while_paused(dataset).await;
         blocks.retain(|block| !dataset.is_local(*block) && dataset.is_selected(*block));
+        self.make_room_for(dataset, &blocks).await;
         if let Kept::Part { shortest } = Kept::of(dataset, &blocks) {
             let store = self.store.clone();
             if !self.blocking.run(move || store.has_room(shortest)).await? {

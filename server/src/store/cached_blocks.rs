@@ -217,7 +217,9 @@ impl Dataset {
         }
         let (hash, unstored) = (hash(block, self.catalog().header().seed), self.unstored_share());
         let rank = match self.is_holder(block) || self.is_to_come_back(block) {
-            true => part_of(unstored, hash),
+            // A new server's own blocks do not make way for those of lost nodes, as if a stage-in had stored them.
+            true if self.is_refilled() && self.is_mine(block) => part_of(self.refilled_share(), hash),
+            true => self.refilled_share() + part_of(unstored - self.refilled_share(), hash),
             false => unstored + part_of(ALL - unstored, hash),
         };
         rank.max(1)
@@ -230,10 +232,22 @@ impl Dataset {
 
     /// Returns the share of the blocks to cache that this node holds but did not store. Those that are kept do not count.
     fn unstored_share(&self) -> u64 {
-        let kept = self.kept_bytes();
-        let share = u128::from(self.unstored_bytes().saturating_sub(kept)) * u128::from(ALL);
-        let among = self.remote_bytes().saturating_sub(kept);
-        share.checked_div(among.into()).map_or(0, |share| share.min(ALL.into()) as u64)
+        self.share_of(self.unstored_bytes().saturating_sub(self.kept_bytes()))
+    }
+
+    /// Returns the share of the blocks to cache that a new server owns and that are to come back to it. Those that are kept do not count.
+    fn refilled_share(&self) -> u64 {
+        match self.is_refilled() && self.copies() == 1 {
+            true => self.share_of(self.owned().unstored_bytes).min(self.unstored_share()),
+            false => 0,
+        }
+    }
+
+    /// Returns the share of the blocks to cache that so many bytes of them are.
+    fn share_of(&self, bytes: u64) -> u64 {
+        let among = self.remote_bytes().saturating_sub(self.kept_bytes());
+        let share = (u128::from(bytes) * u128::from(ALL)).checked_div(among.into());
+        share.map_or(0, |share| share.min(ALL.into()) as u64)
     }
 
     /// Returns the threshold that selects these shares of the dataset's blocks.
@@ -256,6 +270,11 @@ impl Dataset {
         self.cached_blocks().threshold() > self.lowest_threshold()
     }
 
+    /// Returns the lowest threshold that selects all blocks that this node holds.
+    pub(crate) fn threshold_of_held(&self) -> u64 {
+        self.unstored_share().max(self.lowest_threshold())
+    }
+
     /// Raises the threshold to `threshold`, so that all blocks whose rank is below it are cached. Does nothing if the present
     /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {
@@ -271,6 +290,11 @@ impl Dataset {
         self.segments().begin_cached_region(room_for(more) + more / 16)?;
         self.cached_blocks().threshold.store(threshold, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Lets segments grow by what may still be cached in them, after blocks were freed.
+    pub(crate) fn extend_cached_region(&self) -> io::Result<()> {
+        self.raise_cache_threshold(self.cached_blocks().threshold())
     }
 
     /// Writes chunks to this node's drives; processes find them there after [`Self::sync_cached`]. Chunks for which there is no

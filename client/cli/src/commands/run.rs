@@ -9,7 +9,6 @@ use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::pin::{Pin, pin};
 use std::process::{ExitCode, ExitStatus};
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use dayfly_client::locate::SessionFolder;
@@ -80,7 +79,7 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
             run_command(session.location(), &arguments.command, &mut interruptions, loss).await
         };
         let status = work.await;
-        let was_ended = session.ended().load(Ordering::Relaxed);
+        let was_ended = session.ended().look();
         let ended = down::end_servers(session.location());
         drop(session);
         // If both failed, the failure of CMD is reported.

@@ -193,9 +193,8 @@ fn recovery_line(recovery: &RecoveryStatus) -> String {
 /// Says which blocks of lost nodes a node does not store in their place.
 fn lines_about_left_out(recovery: &RecoveryStatus) -> Vec<String> {
     let line = |before: &str, reads: &Reads, after: &str| {
-        (reads.count > 0).then(|| {
-            format!("{before} {} of lost nodes, {}{after}", units::counted(reads.count, "block"), show(reads.bytes))
-        })
+        (reads.count > 0)
+            .then(|| format!("{before} {} of lost nodes, {}{after}", units::counted(reads.count, "block"), show(reads.bytes)))
     };
     [
         line("has no room for", &recovery.without_room, ""),
@@ -319,8 +318,7 @@ mod tests {
     #[test]
     fn the_line_about_recovery_says_how_much_is_done_and_what_failed() {
         let reads = |count| Reads { count, bytes: count << 20 };
-        let recovery =
-            RecoveryStatus { wanted: reads(10), recovered: reads(7), is_scanned: true, ..RecoveryStatus::default() };
+        let recovery = RecoveryStatus { wanted: reads(10), recovered: reads(7), is_scanned: true, ..RecoveryStatus::default() };
         assert_eq!(recovery_line(&recovery), "has recovered 7 of 10 blocks of lost nodes, 7.0MiB of 10.0MiB");
         let line = recovery_line(&RecoveryStatus { failed: reads(1), ..recovery });
         assert!(line.ends_with("; 1 block could not be read, and will be tried again"), "{line}");

@@ -6,10 +6,9 @@ use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode, Stdio};
-use std::sync::atomic::Ordering;
 use std::thread;
 
-use dayfly_launch::{RunningSession, SessionPlan};
+use dayfly_launch::{RunningSession, SessionPlan, cleanup};
 use nix::sys::prctl::set_pdeathsig;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, dup2_stderr, dup2_stdout, setsid};
@@ -95,13 +94,16 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 None => Ok(ExitCode::SUCCESS),
             },
             _ = interruptions.next() => {
-                let was_ended = was_ended.load(Ordering::Relaxed);
-                let ended = tokio::task::spawn_blocking(move || down::end_servers(&location)).await.map_err(Failure::new)?;
+                let was_ended = was_ended.look();
+                let ending = location.clone();
+                let ended = tokio::task::spawn_blocking(move || down::end_servers(&ending)).await.map_err(Failure::new)?;
                 drop(end);
                 let _ = waiting.await;
                 if let Err(failure) = ended {
                     complain(failure);
                 }
+                // The supervisor may have ended before the last server was killed.
+                cleanup::remove_soon(&location)?;
                 // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
                 Ok(if was_ended { ExitCode::SUCCESS } else { ExitCode::from(interruptions.status()) })
             }

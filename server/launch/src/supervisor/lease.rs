@@ -7,8 +7,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::pin::pin;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
@@ -25,6 +24,7 @@ use super::newcomer::{self, Candidate, Dialed};
 use super::replacement::{Answer, Asker, Replacements};
 use super::start::{Member, StartRequest, StartedSession, local_address, receive_from_server};
 use crate::control::{self, FromServer, FromSupervisor};
+use crate::ended::Ended;
 use crate::folder_watch::gone_message;
 use crate::node_names::host_index;
 use crate::processes::{Event, LauncherProcesses};
@@ -42,12 +42,13 @@ pub(super) async fn hold(
     session: StartedSession,
     request: StartRequest,
     processes: &mut LauncherProcesses,
-    is_ended: Arc<AtomicBool>,
+    ended: Ended,
     mut ending: oneshot::Receiver<()>,
     mut gone: impl Future<Output = PathBuf> + Unpin,
 ) -> Option<String> {
     let StartedSession { members, addresses, mut listener, agreement, own_address } = session;
-    let mut lease = Lease::new(members, addresses, agreement, own_address, request, is_ended);
+    let mut looking = pin!(ended.clone().look_always());
+    let mut lease = Lease::new(members, addresses, agreement, own_address, request, ended);
     let mut ticks = interval(lease.deadlines.lease_interval);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     while !lease.is_over() {
@@ -68,6 +69,7 @@ pub(super) async fn hold(
             }
             channel = listener.accept() => lease.dialed(channel),
             Some(Ok(Some(dialed))) = lease.dialers.join_next() => lease.use_dialed(dialed).await,
+            () = &mut looking => {}
             _ = ticks.tick() => lease.tick(processes).await,
             event = processes.next() => match event {
                 Event::Line(line) => lease.replacements.request().notices.show(line),
@@ -123,9 +125,9 @@ struct Lease {
     last_channel: u64,
     /// The member that was lost last, and why; `None` if its server was told to end.
     last_loss: Option<(String, String)>,
-    /// Whether somebody has ended the session, for example with `down`. Servers that die before they have heard of it, or because they
+    /// What is known about who has ended the session. Once somebody has, servers that die before they have heard of it, or because they
     /// stand still, are then no loss.
-    is_ended: Arc<AtomicBool>,
+    ended: Ended,
     messages: mpsc::Receiver<Message>,
     message_sender: mpsc::Sender<Message>,
     /// One task for each channel. They end with the lease.
@@ -140,7 +142,7 @@ impl Lease {
         agreement: Agreement,
         own_address: Option<IpAddr>,
         request: StartRequest,
-        is_ended: Arc<AtomicBool>,
+        ended: Ended,
     ) -> Self {
         let deadlines = request.invitation.settings.deadlines;
         let (message_sender, messages) = mpsc::channel(MESSAGES_WAITING_MAX);
@@ -157,7 +159,7 @@ impl Lease {
             deadlines,
             last_channel: 0,
             last_loss: None,
-            is_ended,
+            ended,
             messages,
             message_sender,
             receivers: JoinSet::new(),
@@ -171,12 +173,12 @@ impl Lease {
     }
 
     fn is_over(&self) -> bool {
-        self.supervision.is_over() || self.is_ended.load(Ordering::Relaxed) && self.supervision.is_over_once_ended()
+        self.supervision.is_over() || self.ended.is_known() && self.supervision.is_over_once_ended()
     }
 
     /// Returns why the session is over, unless somebody has ended its servers.
     fn why_over(&self) -> Option<String> {
-        let (last, reason) = self.last_loss.as_ref()?;
+        let (last, reason) = self.last_loss.as_ref().filter(|_| !self.ended.is_known())?;
         Some(format!("all servers of the session are lost, and its datasets with them; the last one was {last}: {reason}"))
     }
 
@@ -212,7 +214,9 @@ impl Lease {
                 // The server was told to exit, so the end of its channel, however late, must not look like a death.
                 member.channel = None;
                 self.last_loss = None;
-                self.is_ended.fetch_or(ends_session, Ordering::Relaxed);
+                if ends_session {
+                    self.ended.set();
+                }
                 self.supervision.ended(node);
             }
             Ok(FromServer::Failed { reason, .. }) => return Err(format!("{}: {reason}", member.name)),
@@ -377,7 +381,7 @@ impl Lease {
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
             tracing::warn!(member = name, reason, "a server is lost");
-            if self.is_ended.load(Ordering::Relaxed) {
+            if self.ended.is_known() {
                 self.last_loss = None;
                 continue;
             }
