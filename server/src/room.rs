@@ -186,6 +186,10 @@ impl Room {
     /// taken the room.
     pub(crate) async fn make_room_for_held(self: &Arc<Self>, bytes: u64, longest: u64) -> Result<(), RoomError> {
         let _alone = self.planning.lock().await;
+        if self.processes.have_views(self.store.counters()) && self.on_drives(Self::has_withdrawn).await? {
+            // An earlier call has waited for these processes in vain.
+            return Ok(());
+        }
         let mut wanted = bytes;
         loop {
             let is_enough = move |room: &Self| room.store.has_room_for_all(bytes) && room.store.has_room(longest);

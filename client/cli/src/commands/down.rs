@@ -49,8 +49,8 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         Err(error) => return Err(error.into()),
     };
     if let Err(error) = location.set_ended() {
-        // The session can still be ended; its supervisor may take servers that are killed for lost.
-        tracing::warn!(%error, folder = %location.folder.display(), "cannot tell the supervisor that the session is being ended");
+        // Another command may have ended it a moment ago. If not, its supervisor may take servers that are killed for lost.
+        tracing::info!(%error, folder = %location.folder.display(), "cannot tell the supervisor that the session is being ended");
     }
     let ended = end_servers(&location)?;
     match location.supervisor() {
