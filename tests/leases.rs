@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::alone::runs_alone_with_views;
 use crate::harness::samples::{assert_accounts_are_settled, content, dataset, numbers, path, session};
 use crate::harness::{self, Cluster, Ground, signal, wait_until};
 use dayfly_client::{ClientError, Delivered, Delivery, OnMissing, View, ViewError};
@@ -133,7 +134,9 @@ fn a_child_that_outlives_its_parent_does_not_trust_inherited_views() {
 /// pread from then on, so that no later reader mistakes the view's zeros for data."
 #[test]
 fn zeros_of_a_drive_that_failed_once_reach_no_later_batch() {
-    dayfly_client::fault::install(nix::libc::sigaction).unwrap();
+    if !runs_alone_with_views("leases::zeros_of_a_drive_that_failed_once_reach_no_later_batch") {
+        return;
+    }
     let cluster = session(1, &[], &[100_000; 20]);
     let view = cluster.view(0);
     let dataset = dataset(&view);

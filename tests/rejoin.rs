@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::harness::alone::runs_alone_with_views;
 use crate::harness::drive::SmallDrive;
 use crate::harness::samples::{content, path};
 use crate::harness::{self, Cluster, Ground, output_of, pack, signal, text, wait_for, wait_until};
@@ -148,8 +149,9 @@ fn processes_of_the_node_attach_to_the_new_server_by_themselves() {
 /// SEMANTICS: "Processes of the node attach to the new server by themselves, also those that have files open."
 #[test]
 fn processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order() {
-    // Without a handler for SIGBUS, a batch lends nothing in place.
-    dayfly_client::fault::install(nix::libc::sigaction).unwrap();
+    if !runs_alone_with_views("rejoin::processes_of_the_node_attach_to_the_new_server_of_one_that_has_ended_in_order") {
+        return;
+    }
     let cluster = session();
     let view = cluster.view(2);
     let open: Vec<_> = (0..FILES).map(|number| (number, view.open(&path(number)).unwrap())).collect();

@@ -322,3 +322,12 @@ fn tests_leave_time_limits_to_the_harness() {
         }
     }
 }
+
+/// With the handler, a drive that fails makes all batches of a process invalid, so other tests must not run in that process.
+#[test]
+fn tests_with_a_handler_for_sigbus_have_a_process_of_their_own() {
+    for (path, file) in sources().all().filter(|(path, _)| path.starts_with("tests") && *path != Path::new("tests/tidy.rs")) {
+        let is_allowed = path == Path::new("tests/harness/alone.rs") || !file.code.contains("fault::install");
+        assert!(is_allowed, "{}: use harness::alone::runs_alone_with_views", path.display());
+    }
+}

@@ -2,6 +2,7 @@
 //! ends, whether it passed or failed, the processes of its session are gone. A failing test says whether the machine was too busy for
 //! it ([`witness`]), and only so many servers run at once ([`permits`]).
 
+pub(crate) mod alone;
 pub(crate) mod drive;
 pub(crate) mod hosts;
 pub(crate) mod inside;
