@@ -377,8 +377,23 @@ fn a_new_server_without_room_for_the_catalogs_ends_and_rejoin_says_why() {
     wait_until("the supervisor gives up", || log().contains(given_up));
     assert!(is_lost(&cluster, 3));
     let start = Instant::now();
-    for _ in 0..2 {
-        let (succeeded, message) = rejoin(&cluster, &["3"]);
+    for is_late in [false, true] {
+        // The supervisor may learn what the server says, and that its process has ended, at the same time.
+        let (succeeded, message) = std::thread::scope(|scope| {
+            let tries =
+                || fs::read_to_string(cluster.location().folder.join("node-3.log")).unwrap().matches("trying again").count();
+            let before = tries();
+            let rejoined = scope.spawn(|| rejoin(&cluster, &["3"]));
+            if is_late {
+                wait_until("the new server cannot catch up", || tries() > before);
+                signal(supervisor, Signal::SIGSTOP);
+                wait_until("it has ended", || !cluster.pids().contains_key(&3));
+                // Its locks are free before its process has ended.
+                std::thread::sleep(Duration::from_millis(500));
+                signal(supervisor, Signal::SIGCONT);
+            }
+            rejoined.join().unwrap()
+        });
         let reason = "cannot start a server for node 3: its new server cannot catch up with the session: there is no room for the \
                       catalog of 'd' (";
         let is_clear = message.contains(reason) && message.contains(drive.path().to_str().unwrap());

@@ -73,10 +73,7 @@ pub(super) async fn hold(
             _ = ticks.tick() => lease.tick(processes).await,
             event = processes.next() => match event {
                 Event::Line(line) => lease.replacements.request().notices.show(line),
-                Event::Exit(exit) => {
-                    let answer = lease.replacements.process_exited(&exit);
-                    lease.answer(answer).await;
-                }
+                Event::Exit(exit) => lease.replacements.process_exited(&exit),
             },
         }
     }

@@ -39,9 +39,14 @@ struct Replacement {
     asker: Option<Asker>,
     /// How many processes had been started before. Those of an earlier server on this host may end later than that server.
     earlier_processes: usize,
+    /// Why its process ended, and how many ticks ago.
+    exit: Option<(String, u32)>,
     /// Removed when the server has joined or failed.
     _key_file: Option<KeyFile>,
 }
+
+/// A server says over its control channel why it ends, and its process ends at once. What it said is heard before so many ticks are over.
+const TICKS_TO_HEAR: u32 = 2;
 
 /// The new servers of a session.
 pub(super) struct Replacements {
@@ -117,6 +122,9 @@ impl Replacements {
         let seconds = self.request.start_timeout.as_secs();
         let reason = format!("it did not join within {seconds} s (--start-timeout)");
         let mut answers: Vec<Answer> = late.into_iter().filter_map(|node| self.failed(node, &reason)).collect();
+        for (node, reason) in self.ended_in_silence() {
+            answers.extend(self.failed(node, &reason));
+        }
         self.due.retain(|node, _| is_vacant(*node));
         let is_due = |(node, (at, host)): (&NodeId, &(Instant, String))| (*at <= now).then(|| (*node, host.clone()));
         let due: Vec<(NodeId, String)> = self.due.iter().filter_map(is_due).collect();
@@ -192,7 +200,7 @@ impl Replacements {
             format!("now run on the node that takes the place of node {node}: dayfly serve --key-file {}", path.display())
         });
         let deadline = Instant::now() + *start_timeout;
-        self.running.insert(node, Replacement { host, deadline, asker, earlier_processes, _key_file: key_file });
+        self.running.insert(node, Replacement { host, deadline, asker, earlier_processes, exit: None, _key_file: key_file });
         Ok(instruction)
     }
 
@@ -202,11 +210,23 @@ impl Replacements {
     }
 
     /// Records the end of a process that was to start servers.
-    pub(super) fn process_exited(&mut self, exit: &Exit) -> Option<Answer> {
-        let is_for =
-            |replacement: &Replacement| exit.number > replacement.earlier_processes && exit.hosts.contains(&replacement.host);
-        let node = *self.running.iter().find(|(_, replacement)| is_for(replacement))?.0;
-        self.failed(node, &exit.reason)
+    pub(super) fn process_exited(&mut self, exit: &Exit) {
+        let is_for = |replacement: &&mut Replacement| {
+            exit.number > replacement.earlier_processes && exit.hosts.contains(&replacement.host)
+        };
+        if let Some(replacement) = self.running.values_mut().find(is_for) {
+            replacement.exit = Some((exit.reason.clone(), 0));
+        }
+    }
+
+    /// Lets a tick pass for servers whose processes have ended. Returns those that have not said why.
+    fn ended_in_silence(&mut self) -> Vec<(NodeId, String)> {
+        let exits = self.running.iter_mut().filter_map(|(node, replacement)| Some((*node, replacement.exit.as_mut()?)));
+        let ended = exits.filter_map(|(node, (reason, ticks))| {
+            *ticks += 1;
+            (*ticks >= TICKS_TO_HEAR).then(|| (node, reason.clone()))
+        });
+        ended.collect()
     }
 
     /// Gives up the new server on one of `hosts`.
