@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, REJOINS_WAITING_MAX, START_TIMEOUT, TREE_WIDTH};
+use dayfly_meta::limits::{FALLEN_BACK_SHOWN_MAX, REJOINS_WAITING_MAX, TREE_WIDTH};
 use dayfly_meta::roster::LeaseRound;
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, AgreedNetwork, Rejection};
 use dayfly_transport::{Agreement, LossCause, Transport, TransportError};
@@ -258,7 +258,7 @@ impl Membership {
 
     async fn ask_below(&self, request: &AdministrationRequest) -> Result<Vec<AdministrationReply>, JoinError> {
         let asking = below(self.node.index(), self.peers.count(), TREE_WIDTH).map(|node| async move {
-            let asked = self.peers.ask(NodeId(node as u16), request.clone(), START_TIMEOUT).await;
+            let asked = self.peers.ask_at_start(NodeId(node as u16), request).await;
             asked.map_err(|cause| JoinError { node: self.node, cause })
         });
         try_join_all(asking).await

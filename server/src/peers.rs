@@ -92,8 +92,13 @@ impl PeerError {
 
     /// Returns whether a node that could not be reached may only be too busy.
     fn may_be_busy(&self) -> bool {
-        matches!(self, Self::Transport(TransportError::Lost { cause: LossCause::Unreachable(error), .. })
-            if waits::is_of_busy_peer(error.kind()))
+        match self {
+            Self::Transport(TransportError::Lost { cause: LossCause::Unreachable(error), .. }) => {
+                waits::is_of_busy_peer(error.kind())
+            }
+            Self::Transport(TransportError::Lost { cause: LossCause::Silent(_), .. }) => true,
+            _ => false,
+        }
     }
 
     /// Converts the error into the rejection with which this node answers another node. A peer's rejection keeps its kind; most
@@ -203,11 +208,24 @@ impl Peers {
 
     /// Connects to a peer. One that is too busy to answer in time is dialed again.
     async fn meet_one(&self, node: NodeId) -> Result<(), PeerError> {
+        self.at_start(|| self.connection(node, START_TIMEOUT)).await.map(drop)
+    }
+
+    /// Sends a request that belongs to the start of a session, and may be carried out twice. A peer that is too busy to be heard in time
+    /// is asked again.
+    pub(crate) async fn ask_at_start<R: RequestKind + Clone>(&self, node: NodeId, request: &R) -> Result<R::Reply, PeerError> {
+        self.at_start(|| self.ask(node, request.clone(), START_TIMEOUT)).await
+    }
+
+    async fn at_start<T, F>(&self, ask: impl Fn() -> F) -> Result<T, PeerError>
+    where
+        F: Future<Output = Result<T, PeerError>>,
+    {
         let mut patience = Patience::new(START_TIMEOUT);
         loop {
-            match self.connection(node, START_TIMEOUT).await {
+            match ask().await {
                 Err(error) if error.may_be_busy() && patience.spend() < START_TIMEOUT / 2 => {}
-                met => return met.map(drop),
+                answer => return answer,
             }
             patience.pause(self.deadlines.redial).await;
         }
@@ -405,7 +423,8 @@ mod tests {
     /// The first dials fail as those of a busy peer do, and then the peer has another key.
     struct Busy {
         dials: AtomicUsize,
-        busy: &'static [io::ErrorKind],
+        /// How each dial fails; `None` if the peer is silent after the handshake.
+        busy: &'static [Option<io::ErrorKind>],
     }
 
     #[async_trait]
@@ -416,8 +435,9 @@ mod tests {
 
         async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
             let dial = self.dials.fetch_add(1, Ordering::Relaxed);
-            let kind = self.busy.get(dial).copied().unwrap_or(io::ErrorKind::PermissionDenied);
-            Err(TransportError::Lost { peer, address, cause: LossCause::unreachable(kind.into()) })
+            let silent = LossCause::Silent(Deadlines::DEFAULT.peer_lost);
+            let failed = self.busy.get(dial).copied().unwrap_or(Some(io::ErrorKind::PermissionDenied));
+            Err(TransportError::Lost { peer, address, cause: failed.map_or(silent, |kind| LossCause::unreachable(kind.into())) })
         }
 
         async fn serve(&self, _service: Arc<dyn Service>) -> io::Result<Serving> {
@@ -442,10 +462,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn at_the_start_a_busy_peer_is_dialed_again_and_one_that_refuses_is_not() {
         use io::ErrorKind::{ConnectionReset, TimedOut, UnexpectedEof};
+        const BUSY: [Option<io::ErrorKind>; 5] =
+            [Some(TimedOut), Some(ConnectionReset), None, Some(TimedOut), Some(UnexpectedEof)];
         let addresses = ["127.0.0.1:1", "127.0.0.1:2"].map(|address| address.parse().unwrap());
-        for (busy, dials) in
-            [(&[TimedOut, ConnectionReset, TimedOut, UnexpectedEof][..], 5..=5), (&[], 1..=1), (&[TimedOut; 200], 10..=40)]
-        {
+        for (busy, dials) in [(&BUSY[..], 6..=6), (&[], 1..=1), (&[Some(TimedOut); 200], 10..=40)] {
             let transport = Arc::new(Busy { dials: AtomicUsize::new(0), busy });
             let exchange = Region::new(1 << 20).unwrap();
             let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
@@ -453,6 +473,13 @@ mod tests {
             assert!(peers.meet().await.is_err());
             let dialed = transport.dials.load(Ordering::Relaxed);
             assert!(dials.contains(&dialed), "{dialed} dials of a peer that is {busy:?}");
+            let transport = Arc::new(Busy { dials: AtomicUsize::new(0), busy });
+            let exchange = Region::new(1 << 20).unwrap();
+            let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
+            peers.set_roster(&addresses);
+            assert!(peers.ask_at_start(NodeId(1), &dayfly_meta::wire::peer::AdministrationRequest::End).await.is_err());
+            let dialed = transport.dials.load(Ordering::Relaxed);
+            assert!(dials.contains(&dialed), "{dialed} dials to ask a peer that is {busy:?}");
         }
     }
 
