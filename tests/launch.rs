@@ -4,13 +4,13 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::harness::hosts::Hosts;
 use crate::harness::{self, Cluster, Ground, signal, text, wait_for, wait_until};
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::TREE_WIDTH;
+use dayfly_meta::limits::{FOLDER_CHECK_INTERVAL, TREE_WIDTH};
 use nix::sys::signal::Signal;
 
 /// SEMANTICS: "A session lives as long as its servers hear from its supervisor, which is `run` or a process that `up` leaves
@@ -226,19 +226,45 @@ fn a_session_ends_without_complaints_about_servers_that_have_ended_already() {
     });
 }
 
-fn end_in_the_foreground(stopped: &[u16]) {
+/// Starts a session of three nodes in the foreground.
+fn up_in_the_foreground() -> (Cluster, Child) {
     let ground = Ground::new();
     let mut up = ground.dayfly();
     up.args(["up", "--foreground", "--local", "3"]);
     let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut id = String::new();
     std::io::BufRead::read_line(&mut std::io::BufReader::new(up.stdout.take().unwrap()), &mut id).unwrap();
-    let cluster = Cluster { ground, id: id.trim().to_owned() };
+    (Cluster { ground, id: id.trim().to_owned() }, up)
+}
+
+fn end_in_the_foreground(stopped: &[u16]) {
+    let (cluster, mut up) = up_in_the_foreground();
     let pids = cluster.pids();
     stopped.iter().for_each(|node| signal(pids[node], Signal::SIGSTOP));
     cluster.ok(&["down"]);
     assert_eq!(wait_for(&mut up, Duration::from_secs(10)).unwrap().code(), Some(0));
     assert_eq!(std::io::read_to_string(up.stderr.take().unwrap()).unwrap(), "");
+    cluster.assert_clean();
+}
+
+#[test]
+fn an_interrupted_down_does_not_hide_later_losses() {
+    let (cluster, mut up) = up_in_the_foreground();
+    let servers = cluster.pids();
+    // So the command ends nobody before it is interrupted.
+    servers.values().for_each(|&server| signal(server, Signal::SIGSTOP));
+    let mut down = cluster.dayfly().arg("down").spawn().unwrap();
+    wait_until("the session is being ended", || cluster.location().is_ended());
+    // The supervisor takes notice.
+    std::thread::sleep(2 * FOLDER_CHECK_INTERVAL);
+    down.kill().unwrap();
+    down.wait().unwrap();
+    assert!(!cluster.location().is_ended());
+    std::thread::sleep(2 * FOLDER_CHECK_INTERVAL);
+    servers.values().for_each(|&server| signal(server, Signal::SIGKILL));
+    assert_eq!(wait_for(&mut up, Duration::from_secs(60)).unwrap().code(), Some(1));
+    let message = std::io::read_to_string(up.stderr.take().unwrap()).unwrap();
+    assert!(message.contains("all servers of the session are lost"), "{message}");
     cluster.assert_clean();
 }
 

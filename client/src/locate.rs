@@ -54,8 +54,8 @@ const SUPERVISOR_LOCK: &str = "supervisor.lock";
 const SOCKET_PATH_LEN_MAX: usize = 107;
 /// The file with the workload manager's name for the job that the session belongs to.
 const JOB: &str = "job";
-/// The file in a session's folder that says that somebody is ending the session.
-const ENDED: &str = "ended";
+/// The name of the file that a process locks while it ends the session is this, followed by the process id.
+const ENDING: &str = "ending-";
 
 /// A session's folder on this machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +64,22 @@ pub struct SessionFolder {
     pub session: SessionId,
     /// The folder's path.
     pub folder: PathBuf,
+}
+
+/// Says, for as long as it lives, that this process is ending a session.
+pub struct Ending {
+    lock: Flock<File>,
+}
+
+impl Ending {
+    /// Says forever that the session's servers have ended.
+    ///
+    /// # Errors
+    ///
+    /// If this cannot be written.
+    pub fn finish(&mut self) -> io::Result<()> {
+        self.lock.write_all(b"done")
+    }
 }
 
 /// Returns the folder that contains one folder for each user.
@@ -386,18 +402,23 @@ impl SessionFolder {
         }
     }
 
-    /// Tells the session's supervisor that somebody is ending the session, so that servers which are killed now are no loss.
+    /// Tells the session's supervisor that this process is ending the session, so that servers which are killed now are no loss. This
+    /// holds until the result is dropped, or forever after [`Ending::finish`].
     ///
     /// # Errors
     ///
     /// If the file that says so cannot be written.
-    pub fn set_ended(&self) -> io::Result<()> {
-        write_private(&self.folder.join(ENDED), b"")
+    pub fn begin_ending(&self) -> io::Result<Ending> {
+        let path = self.folder.join(format!("{ENDING}{}", std::process::id()));
+        let lock = lock_patiently(&path)?.ok_or_else(|| io::Error::from(io::ErrorKind::WouldBlock))?;
+        Ok(Ending { lock })
     }
 
-    /// Returns whether somebody has begun to end the session.
+    /// Returns whether a process has ended the session, or is ending it. One that was interrupted is not.
     pub fn is_ended(&self) -> bool {
-        self.folder.join(ENDED).exists()
+        let names = names_in(&self.folder).unwrap_or_default().into_iter();
+        let mut marks = names.filter(|name| name.as_bytes().starts_with(ENDING.as_bytes())).map(|name| self.folder.join(name));
+        marks.any(|mark| is_locked(&mark) || fs::metadata(&mark).is_ok_and(|mark| mark.len() > 0))
     }
 
     /// Returns the node that this process belongs to: the one that `DAYFLY_NODE` names, else the

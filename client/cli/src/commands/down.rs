@@ -48,11 +48,13 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
         }
         Err(error) => return Err(error.into()),
     };
-    if let Err(error) = location.set_ended() {
-        // Another command may have ended it a moment ago. If not, its supervisor may take servers that are killed for lost.
-        tracing::info!(%error, folder = %location.folder.display(), "cannot tell the supervisor that the session is being ended");
-    }
+    let ending = location.begin_ending();
     let ended = end_servers(&location)?;
+    // Held until this process exits. Without it, the supervisor takes servers that are killed for lost.
+    let ending = ending.and_then(|mut ending| ending.finish().map(|()| ending));
+    if let Err(error) = &ending {
+        tracing::info!(%error, folder = %location.folder.display(), "could not tell the supervisor that the session is being ended");
+    }
     match location.supervisor() {
         // It waits for the command that has called this one, and removes the session's folder afterward.
         Some(pid) if is_ancestor(pid) => {}
