@@ -37,3 +37,4 @@ mod stage_in;
 mod stage_in_ends;
 mod strangers;
 mod streams;
+mod symlinks;

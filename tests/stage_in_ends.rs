@@ -17,6 +17,7 @@ harness::with_few_and_many_workers! {
     a_file_whose_size_differs_from_its_metadata_is_an_error,
     too_many_directories_or_hard_links_are_an_error,
     samples_that_are_archives_give_a_hint,
+    a_tar_that_follows_another_one_in_its_file_is_left_out_with_a_warning,
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
 }
 
@@ -306,6 +307,53 @@ with tarfile.open('links.tar.gz', 'w:gz') as tar:
     let message = cluster.fails(1, &["stage-in", "--max-directories", "0", "t", "/dayfly/x"]);
     assert!(message.contains("--max-directories"), "{message}");
     cluster.ok(&["stage-in", "--max-directories", "1", "t", "/dayfly/x"]);
+    cluster.down();
+}
+
+/// SEMANTICS: "What follows a tar's end mark is left out, as by GNU tar. If it is another archive, as in the output of `cat a.tar
+/// b.tar`, the summary says so."
+fn a_tar_that_follows_another_one_in_its_file_is_left_out_with_a_warning() {
+    let ground = Ground::new();
+    for name in ["a", "b"] {
+        fs::create_dir(ground.at(name)).unwrap();
+        fs::write(ground.at(format!("{name}/{name}")), name.repeat(5000)).unwrap();
+        pack(&ground.at(format!("{name}.tar")), &ground.at(name), &[]);
+        pack(&ground.at(format!("{name}.tar.gz")), &ground.at(name), &[]);
+    }
+    let join = |names: [&str; 2], to: &str| {
+        let bytes = names.map(|name| fs::read(ground.at(name)).unwrap()).concat();
+        fs::write(ground.at(to), bytes).unwrap();
+    };
+    join(["a.tar", "b.tar"], "ab.tar");
+    join(["a.tar.gz", "b.tar.gz"], "ab.tar.gz");
+    join(["a.tar", "b.tar.gz"], "other-kind.tar");
+    fs::write(ground.at("zeros"), vec![0; 3 << 20]).unwrap();
+    join(["a.tar", "zeros"], "padded.tar");
+    join(["padded.tar", "b.tar"], "far.tar");
+    // What is no archive costs no word, also if several workers read the tar.
+    fs::write(ground.at("rest"), vec![7; 9000]).unwrap();
+    join(["a.tar", "rest"], "rest.tar");
+    fs::create_dir(ground.at("large")).unwrap();
+    fs::File::create(ground.at("large/a")).unwrap().set_len(20 << 20).unwrap();
+    pack(&ground.at("large.tar"), &ground.at("large"), &[]);
+    join(["large.tar", "rest"], "large-rest.tar");
+    join(["large.tar", "b.tar"], "large-ab.tar");
+    let cluster = ground.up(1);
+    let followed = ["ab.tar", "ab.tar.gz", "other-kind.tar", "far.tar", "large-ab.tar"].map(|name| (name, true));
+    let others = ["rest.tar", "large-rest.tar", "padded.tar", "a.tar", "a.tar.gz"].map(|name| (name, false));
+    for (name, is_followed) in followed.into_iter().chain(others) {
+        let target = format!("/dayfly/{}", name.replace('.', "-"));
+        let output = cluster.output(&["stage-in", name, &target]);
+        let shown = text(&output.stderr);
+        assert!(output.status.success(), "{shown}");
+        assert_eq!(
+            shown.contains("1 archive followed by another one in the same file, which is left out"),
+            is_followed,
+            "{shown}"
+        );
+        assert_eq!(shown.contains(&format!("/{name}': another archive follows")), is_followed, "{shown}");
+        assert_eq!(cluster.ok(&["ls", &target]), "a\n");
+    }
     cluster.down();
 }
 

@@ -32,6 +32,9 @@ pub const SYMLINKS_FOLLOWED_MAX: usize = 40;
 /// Length of an extended header or a long name in a tar. Real headers take hundreds of bytes. A
 /// header beyond this bound is an attack on our memory.
 pub const TAR_EXTENSION_LEN_MAX: u64 = 1 << 20;
+/// Zeros after the end mark of a plain tar that are passed over in the search for another archive. Tar pads its output to records, which
+/// nearly always take far less.
+pub const TAR_PADDING_LEN_MAX: usize = 16 << 20;
 /// Length of the global extended headers of a tar. Workers pass them on together with their
 /// position in the archive.
 pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;

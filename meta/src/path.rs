@@ -97,6 +97,24 @@ pub fn is_below(path: &[u8], directory: &[u8]) -> bool {
     path.len() > directory.len() && path.starts_with(directory) && path[directory.len()] == b'/'
 }
 
+/// Returns the path that a symlink in `directory` leads to, if no other symlink is on the way. Both are paths from the root of the file
+/// system.
+pub fn link_destination(directory: &[u8], target: &[u8]) -> Vec<u8> {
+    let above = if target.starts_with(b"/") { &[][..] } else { directory };
+    let mut names: Vec<&[u8]> = components(above).collect();
+    for component in components(target) {
+        match component {
+            b"." => {}
+            // There is nothing above the root.
+            b".." => {
+                names.pop();
+            }
+            name => names.push(name),
+        }
+    }
+    names.join(&b'/')
+}
+
 /// Compares paths in the order of a walk: a directory before its content, names in a directory by their
 /// bytes.
 pub fn walk_order(left: &[u8], right: &[u8]) -> Ordering {
@@ -173,6 +191,20 @@ mod tests {
         check(b"a\0b", Err(InvalidPath::Nul));
         check(&[b'x'; 256], Err(InvalidPath::LongName));
         check(&b"x/".repeat(2050), Err(InvalidPath::LongPath));
+    }
+
+    #[test]
+    fn symlinks_lead_where_their_targets_say() {
+        let check = |directory: &[u8], target: &[u8], expect: &[u8]| {
+            assert_eq!(link_destination(directory, target), expect, "{}", display(target));
+        };
+        check(b"dayfly/d/a", b"../b", b"dayfly/d/b");
+        check(b"/dayfly/d", b"./a//b/", b"dayfly/d/a/b");
+        check(b"dayfly/d", b"../../blobs/b1", b"blobs/b1");
+        check(b"d", b"../../../x", b"x");
+        check(b"d", b"/etc/./passwd", b"etc/passwd");
+        check(b"d", b"..", b"");
+        check(b"", b"", b"");
     }
 
     #[test]

@@ -77,6 +77,35 @@ pub enum StageInError {
         #[source]
         error: io::Error,
     },
+    /// With `--dereference`, a symlink in a tree leads to nothing.
+    #[error(
+        "'{}' is a symbolic link to '{}', which does not exist; leave it out with --exclude{KEEP_GOING_ADVICE}",
+        path.display(), target.display()
+    )]
+    Dangling {
+        /// Path of the symlink.
+        path: PathBuf,
+        /// What it leads to.
+        target: PathBuf,
+    },
+    /// With `--dereference`, a symlink in a tree leads to a directory that contains it.
+    #[error("'{}' leads back to a directory that contains it; leave it out with --exclude{KEEP_GOING_ADVICE}", path.display())]
+    Loop {
+        /// Path at which the directory was found again.
+        path: PathBuf,
+    },
+    /// With `--dereference`, symlinks lead to directories again and again.
+    #[error(
+        "'{}' has more than {max} directories, because symbolic links in it lead to directories again and again; leave some of them \
+         out with --exclude, or pass --max-directories to allow more",
+        path.display()
+    )]
+    TooManyDirectories {
+        /// Path of the tree.
+        path: PathBuf,
+        /// How many directories it may have.
+        max: u64,
+    },
     /// A source is a device, FIFO or socket.
     #[error("'{}' is neither a file nor a directory; a device, FIFO or socket cannot be staged in", path.display())]
     SpecialFile {
@@ -108,6 +137,19 @@ pub enum StageInError {
         is_decompressed: bool,
         /// What is wrong there.
         reason: String,
+    },
+    /// The decoder of an archive would need too much memory.
+    #[error(
+        "'{}' was compressed with so large a window that its decoder needs more than {} of memory; compress it again with a \
+         smaller one, as 'zstd -19' and 'xz -6' do{KEEP_GOING_ADVICE}",
+        path.display(), show_bytes(*memory_max)
+    )]
+    WindowTooLarge {
+        /// Path of the archive. For an archive within an archive, it begins with the outer
+        /// archive's path.
+        path: PathBuf,
+        /// How many bytes a decoder may take.
+        memory_max: u64,
     },
     /// A zip uses a feature that this version cannot unpack.
     #[error(
@@ -218,12 +260,16 @@ impl StageInError {
             | Self::WrongSize { .. }
             | Self::TooLarge { .. }
             | Self::NotAnArchive { .. }
+            | Self::Dangling { .. }
+            | Self::Loop { .. }
+            | Self::WindowTooLarge { .. }
             | Self::TooManyMembers { .. } => true,
             Self::NoMatch(_)
             | Self::InvalidPattern { .. }
             | Self::InvalidList { .. }
             | Self::TooManySources { .. }
             | Self::SpecialFile { .. }
+            | Self::TooManyDirectories { .. }
             | Self::NoRoom { .. }
             | Self::TempFile(_)
             | Self::Ship { .. }
@@ -267,6 +313,12 @@ pub(crate) fn is_of_system(error: &io::Error) -> bool {
         };
     }
     false
+}
+
+/// Returns whether a decoder reported that it may not take as much memory as it needs.
+pub(crate) fn exceeds_memory(error: &io::Error) -> bool {
+    // The decoders of zstd and xz.
+    ["Frame requires too much memory for decoding", "memory limit reached"].contains(&error.to_string().as_str())
 }
 
 #[cfg(test)]

@@ -19,9 +19,10 @@ use std::io::{Read, Seek};
 use std::path::Path;
 
 use dayfly_meta::catalog::{Compression, SourceKind};
+use dayfly_meta::limits::DECODER_MEMORY_MAX;
 
 use crate::StageInError;
-use crate::error::is_of_system;
+use crate::error::{exceeds_memory, is_of_system};
 
 /// Name endings of archives. A source with such a name but other contents is an error; it does not
 /// become a sample.
@@ -33,8 +34,8 @@ const ARCHIVE_ENDINGS: [&str; 20] = [
 /// so a zip is unpacked only if its name says so.
 const ZIP_ENDINGS: [&str; 5] = [".zip", ".whl", ".egg", ".jar", ".cbz"];
 
-/// Determines the kind and compression of the regular file at `path`.
-pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageInError> {
+/// Determines the kind and compression of the regular file at `path`. Within a tree, an empty tar is no archive, as in an archive.
+pub(crate) fn classify(path: &Path, is_in_tree: bool) -> Result<(SourceKind, Compression), StageInError> {
     let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
     let mut file = File::open(path).map_err(unreadable)?;
     let mut start = Vec::with_capacity(tar::BLOCK_LEN);
@@ -52,6 +53,7 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
         decoder.by_ref().take(tar::BLOCK_LEN as u64).read_to_end(&mut unpacked).map_err(|error| {
             let (path, offset, reason) = (path.to_owned(), unpacked.len() as u64, error.to_string());
             match is_of_system(&error) {
+                _ if exceeds_memory(&error) => StageInError::WindowTooLarge { path, memory_max: DECODER_MEMORY_MAX },
                 true => StageInError::ReadAt { path, offset, is_decompressed: true, error },
                 false => StageInError::Damaged { path, offset, is_decompressed: true, reason },
             }
@@ -60,7 +62,9 @@ pub(crate) fn classify(path: &Path) -> Result<(SourceKind, Compression), StageIn
     }
     let is_named_archive = ARCHIVE_ENDINGS.iter().any(|ending| name.ends_with(ending)) || name.contains(".tar.");
     // An empty tar starts with zeros, and so do many disk images: here the name decides.
-    if tar::is_tar(&start) || is_named_archive && start.len() == tar::BLOCK_LEN && start.iter().all(|&byte| byte == 0) {
+    if tar::is_tar(&start)
+        || is_named_archive && !is_in_tree && start.len() == tar::BLOCK_LEN && start.iter().all(|&byte| byte == 0)
+    {
         return Ok((SourceKind::Tar, compression));
     }
     if is_named_archive {

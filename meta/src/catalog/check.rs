@@ -155,7 +155,7 @@ impl Catalog {
             let end = if source.compression == Compression::None { source.version.size } else { u64::MAX };
             let is_within = |offset: u64, len: u64| offset.checked_add(len).is_some_and(|at| at <= end);
             let fits = match (place, source.kind) {
-                (Place::Tree, SourceKind::Directory) => self.path_in_source(sample).is_some(),
+                (Place::Tree, SourceKind::Directory | SourceKind::FollowedDirectory) => self.path_in_source(sample).is_some(),
                 (Place::Tree, SourceKind::File) => self.path_in_source(sample).is_some() && size == source.version.size,
                 (Place::Bytes { offset }, SourceKind::Tar) => is_within(offset, size),
                 (Place::SparseTar { offset, len }, SourceKind::Tar) => is_within(offset, len),

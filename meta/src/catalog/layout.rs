@@ -339,6 +339,8 @@ pub enum SourceKind {
     File,
     /// A zip archive.
     Zip,
+    /// A directory tree, in which symlinks are followed.
+    FollowedDirectory,
 }
 
 /// The compression of an archive, detected from its content.
@@ -404,7 +406,8 @@ pub(crate) struct SourceRecord {
     pub(crate) inode: u64,
 }
 
-const KINDS: [SourceKind; 4] = [SourceKind::Tar, SourceKind::Directory, SourceKind::File, SourceKind::Zip];
+const KINDS: [SourceKind; 5] =
+    [SourceKind::Tar, SourceKind::Directory, SourceKind::File, SourceKind::Zip, SourceKind::FollowedDirectory];
 const COMPRESSIONS: [Compression; 6] =
     [Compression::None, Compression::Gzip, Compression::Zstd, Compression::Xz, Compression::Bzip2, Compression::Lz4];
 

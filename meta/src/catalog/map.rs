@@ -443,7 +443,7 @@ impl Catalog {
         let path = self.placed_path(sample)?;
         match (place, kind) {
             (Place::Tree, SourceKind::File) => (path == prefix).then(Vec::new),
-            (Place::Tree, SourceKind::Directory) => match prefix.is_empty() {
+            (Place::Tree, SourceKind::Directory | SourceKind::FollowedDirectory) => match prefix.is_empty() {
                 true => Some(path).filter(|path| !path.is_empty()),
                 false => path.strip_prefix(&prefix[..])?.strip_prefix(b"/").map(<[u8]>::to_vec),
             },

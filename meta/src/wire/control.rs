@@ -82,6 +82,8 @@ pub struct Selection {
     pub no_unpack: bool,
     /// Whether archives within archives and trees become directories.
     pub nested: bool,
+    /// Whether symlinks in trees are followed.
+    pub dereference: bool,
     /// Which files count as one sample.
     pub group: Grouping,
     /// How conflicts between rival sources are resolved.
@@ -305,12 +307,20 @@ pub struct Counts {
     pub made_relative: u64,
     /// Archives that end without an end marker.
     pub unmarked_ends: u64,
+    /// Archives whose end marks other archives follow, which are left out.
+    pub followed_ends: u64,
     /// Members left out because they cannot be read (`--keep-going`).
     pub skipped: u64,
     /// The first few skipped members, as text with a reason.
     pub skipped_notes: Vec<String>,
     /// Samples that were replaced by a later one with the same path and different content.
     pub replaced: u64,
+    /// Symlinks in the dataset.
+    pub symlinks: u64,
+    /// Those of them whose targets lie outside the dataset.
+    pub symlinks_out: u64,
+    /// The first one of these, as text with its target.
+    pub symlink_out: Option<String>,
     /// Remarks about the first few members that were rejected, skipped or renamed.
     pub notes: Vec<String>,
 }
@@ -342,8 +352,12 @@ impl Counts {
         self.hard_links += more.hard_links;
         self.made_relative += more.made_relative;
         self.unmarked_ends += more.unmarked_ends;
+        self.followed_ends += more.followed_ends;
         self.skipped += more.skipped;
         self.replaced += more.replaced;
+        self.symlinks += more.symlinks;
+        self.symlinks_out += more.symlinks_out;
+        self.symlink_out = self.symlink_out.take().or(more.symlink_out);
         self.notes.extend(more.notes);
         self.notes.truncate(NOTES_SHOWN_MAX);
         self.skipped_notes.extend(more.skipped_notes);

@@ -24,6 +24,8 @@ pub(super) struct Distribution {
     pub(super) classes: Vec<ClassShare>,
     /// Samples whose names end like the names of archives.
     pub(super) archives: u64,
+    /// Directories and symlinks.
+    pub(super) others: u64,
 }
 
 impl Distribution {
@@ -31,7 +33,7 @@ impl Distribution {
     pub(super) fn of(dataset: &Dataset, nodes: usize) -> Self {
         let catalog = dataset.catalog();
         let mut distribution =
-            Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0 };
+            Self { nodes: vec![NodeShare::default(); nodes], sizes: vec![0; 65], classes: Vec::new(), archives: 0, others: 1 };
         let mut classes: HashMap<EntryId, Vec<u64>> = HashMap::new();
         let root = EntryId(0);
         let (mut top, mut top_end) = (root, root);
@@ -40,7 +42,15 @@ impl Distribution {
             if id >= top_end {
                 (top, top_end) = (id, entry.next);
             }
-            let Some((size, blocks)) = entry.sample().and_then(|sample| catalog.sample(sample)) else { continue };
+            let Some(sample) = entry.sample() else {
+                distribution.others += 1;
+                continue;
+            };
+            // A sample that has several names counts once.
+            if catalog.entry_of(sample).is_none_or(|first| first.id != id) {
+                continue;
+            }
+            let Some((size, blocks)) = catalog.sample(sample) else { continue };
             distribution.archives += u64::from(has_archive_ending(entry.name));
             distribution.sizes[64 - size.leading_zeros() as usize] += 1;
             for (part, block) in (0..).zip(blocks.map(BlockId)) {

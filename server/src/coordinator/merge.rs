@@ -9,7 +9,8 @@ use dayfly_meta::catalog::member::{read_member, write_member};
 use dayfly_meta::catalog::resolve::{Histories, LinkCollector, Links, Refused};
 use dayfly_meta::catalog::{About, BuildError, Built, CatalogBuilder, Compression, Member, MemberKind, Place, Scratch, Source};
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{MERGE_MEMORY, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
+use dayfly_meta::limits::{MERGE_MEMORY, NOTE_LEN_MAX, RUN_READ_AHEAD_MAX, RUN_READ_AHEAD_MIN, STAGE_INS_MAX};
+use dayfly_meta::path::{display, is_below, join, link_destination, split_last};
 use dayfly_meta::placement::NodeSet;
 use dayfly_meta::wire::peer::ReadRequest;
 use dayfly_stagein::runs::Merge;
@@ -35,6 +36,30 @@ pub(super) struct MergeJob {
     pub(super) about: About,
     pub(super) sources: Vec<Source>,
     pub(super) rivals: Arc<Rivals>,
+    /// The path at which programs see the dataset.
+    pub(super) root: Vec<u8>,
+}
+
+/// Symlinks whose targets lie outside the dataset.
+#[derive(Default)]
+pub(super) struct SymlinksOut {
+    pub(super) count: u64,
+    /// The first of them, with its target.
+    pub(super) first: Option<String>,
+}
+
+impl SymlinksOut {
+    /// Counts a member at this path if it is such a symlink.
+    fn see(&mut self, root: &[u8], path: &[u8], member: &Member) {
+        let MemberKind::Symlink(target) = &member.kind else { return };
+        let directory = split_last(path).map_or(&[][..], |(directory, _)| directory);
+        let destination = link_destination(&join(root, directory), target);
+        if destination != root && !is_below(&destination, root) {
+            self.count += 1;
+            let shown = || format!("{} -> {}", display(path), display(target)).chars().take(NOTE_LEN_MAX).collect();
+            self.first.get_or_insert_with(shown);
+        }
+    }
 }
 
 /// The finished catalog.
@@ -48,6 +73,7 @@ pub(super) struct Merged {
     /// Directories and symlinks.
     pub(super) others: u64,
     pub(super) symlinks: u64,
+    pub(super) symlinks_out: SymlinksOut,
     pub(super) refused: Refused,
     pub(super) replaced: ReplacedSamples,
 }
@@ -115,6 +141,7 @@ impl MergeJob {
         let participants: NodeSet = self.stage_in.participants().into_iter().collect();
         let mut refused = Refused::default();
         let mut replaced = ReplacedSamples::default();
+        let mut symlinks_out = SymlinksOut::default();
         while let Some(history) = histories.advance()? {
             self.stage_in.step();
             let path = history.path.clone();
@@ -130,13 +157,14 @@ impl MergeJob {
                         return Err(CoordinatorError::NodeLost { node, address: self.coordinator.context.peers.address(node) });
                     }
                 }
+                symlinks_out.see(&self.root, &path, &member);
                 builder.add(&path, &member, names)?;
             }
         }
         refused.count += histories.refused.count;
         refused.names.append(&mut histories.refused.names);
         let Built { file, len, checksum, samples, bytes, others, symlinks } = builder.finish(&|| self.stage_in.step())?;
-        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, symlinks, refused, replaced })
+        Ok(Merged { file: Arc::new(file), len, checksum, samples, bytes, others, symlinks, symlinks_out, refused, replaced })
     }
 }
 

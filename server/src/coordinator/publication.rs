@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use dayfly_meta::catalog::{About, Source};
 use dayfly_meta::id::{DatasetId, NodeId};
 use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, DIRECTORIES_PER_FILE_MAX};
-use dayfly_meta::path::display;
+use dayfly_meta::path::{display, join, link_destination};
 use dayfly_meta::wire::control::{Copies, Counts, NodeShare, Phase, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{NodeStageInReply, NodeStageInRequest};
 use futures_util::future::join_all;
@@ -123,6 +123,7 @@ impl Publication<'_> {
             },
             sources: self.sources.clone(),
             rivals: self.rivals.clone(),
+            root: link_destination(b"", &join(&context.prefix, &self.request.target)),
         };
         context.blocking.run(move || job.run()).await?
     }
@@ -235,6 +236,9 @@ impl Publication<'_> {
         let mut counts = self.stage_in.counts();
         counts.refused += merged.refused.count;
         counts.replaced += merged.replaced.count;
+        counts.symlinks += merged.symlinks;
+        counts.symlinks_out += merged.symlinks_out.count;
+        counts.symlink_out = merged.symlinks_out.first.clone();
         merged.replaced.notes.iter().for_each(|note| counts.note(note));
         merged.refused.names.iter().for_each(|name| counts.note(&format!("refused: {name}")));
         counts
@@ -327,7 +331,7 @@ impl Publication<'_> {
         let dataset = dataset.ok_or_else(|| CoordinatorError::ReplacedAtOnce(display(&self.request.target)))?;
         let nodes = context.peers.count();
         let distribution = context.blocking.run(move || Distribution::of(&dataset, nodes)).await?;
-        let Distribution { mut nodes, sizes, classes, archives } = distribution;
+        let Distribution { mut nodes, sizes, classes, archives, .. } = distribution;
         let imbalance_permille = distribution::imbalance_permille(&nodes, self.stage_in.participants());
         let (rates, rate_interval_ms) = self.stage_in.rates();
         for ((node, counted), rates) in nodes.iter_mut().zip(&self.stage_in.progress().nodes).zip(rates) {
@@ -367,7 +371,7 @@ pub(super) async fn summary_of(
     let read = move || (Distribution::of(&dataset, nodes), dataset.bytes_of_copies_on(|node| counted.is_live(node)));
     let (distribution, held_bytes) = context.blocking.run(read).await?;
     let promised_bytes = if header.copies > 1 { header.bytes.saturating_mul(header.copies.into()) } else { 0 };
-    let Distribution { nodes, sizes, classes, archives } = distribution;
+    let Distribution { nodes, sizes, classes, archives, others } = distribution;
     let owned: u64 = roster.live().filter_map(|node| Some(nodes.get(node.index())?.bytes)).sum();
     Ok(Summary {
         copies: header.copies,
@@ -375,7 +379,7 @@ pub(super) async fn summary_of(
         uncopied_bytes: promised_bytes.saturating_sub(held_bytes),
         samples: header.samples.into(),
         bytes: header.bytes,
-        others: u64::from(header.entries.saturating_sub(header.samples)),
+        others,
         archives,
         catalog_bytes: header.file_len,
         source_bytes: 0,

@@ -14,9 +14,9 @@ use super::files::FileState;
 pub(super) struct Target {
     /// Number of the source.
     pub(super) source: u32,
-    /// Path of the source.
+    /// Path of the source, or of the file if symlinks in the source are followed.
     pub(super) source_path: Vec<u8>,
-    /// Path of the file below the source, if the source is a directory.
+    /// Path of the file below the source, if the source is a directory, in which no symlinks are followed.
     pub(super) below: Option<Vec<u8>>,
     /// The file's full path, for messages.
     pub(super) path: PathBuf,
@@ -48,11 +48,15 @@ impl Target {
         if compression != Compression::None {
             return Some(Err(OriginError::Unsupported { path, reason: "it is a compressed tar" }));
         }
-        let (mut below, mut expected) = (None, Expected::Source { version, inode });
-        if kind == SourceKind::Directory {
+        let (mut source_path, mut below, mut expected) = (source_path, None, Expected::Source { version, inode });
+        if matches!(kind, SourceKind::Directory | SourceKind::FollowedDirectory) {
             let inner = catalog.path_in_source(sample)?;
             path.push(OsStr::from_bytes(&inner));
-            below = Some(inner);
+            match kind {
+                SourceKind::Directory => below = Some(inner),
+                // The path may lead through symlinks, and out of the directory.
+                _ => source_path = path.as_os_str().as_bytes().to_vec(),
+            }
             let attributes = catalog.attributes(&catalog.entry_of(sample)?)?;
             expected = Expected::TreeFile { mtime_s: attributes.mtime_s, mtime_ns: attributes.mtime_ns };
         }

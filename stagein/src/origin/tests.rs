@@ -241,6 +241,10 @@ fn every_file_of_a_tree_is_read_back_from_its_origin() {
     check(&["single"], &none, "single");
     check(&["t"], &Selection { strip_components: 1, ..Selection::default() }, "deep/c");
     check(&["t"], &Selection { include: vec!["*/c".to_owned()], ..Selection::default() }, "sub/deep/c");
+    shell(folder.path(), "mkdir v; ln -s ../t/sub v/sub; ln -s ../single v/one");
+    let followed = Selection { dereference: true, ..Selection::default() };
+    check(&["v"], &followed, "sub/deep/c");
+    check(&["t", "v"], &followed, "v/one");
 }
 
 #[test]

@@ -6,12 +6,12 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind, Place, Version};
-use dayfly_meta::limits::SYMLINK_LEN_MAX;
+use dayfly_meta::limits::{DECODER_MEMORY_MAX, NESTED_DECODER_MEMORY_MAX, SYMLINK_LEN_MAX};
 use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
-use crate::error::is_of_system;
+use crate::error::{exceeds_memory, is_of_system};
 use crate::selection::Decision;
 use crate::source::compressed::decoder_threads;
 use crate::source::plain::{Skip, version};
@@ -48,6 +48,10 @@ impl<'a> Archive<'a> {
 
     /// Returns the error for bytes of this archive that cannot be read or decoded.
     pub(super) fn unreadable(&self, offset: u64, error: io::Error) -> StageInError {
+        if exceeds_memory(&error) {
+            let memory_max = if self.depth == 0 { DECODER_MEMORY_MAX } else { NESTED_DECODER_MEMORY_MAX };
+            return StageInError::WindowTooLarge { path: self.path.clone(), memory_max };
+        }
         if !is_of_system(&error) {
             return self.damaged(offset, error);
         }
@@ -164,7 +168,9 @@ impl<S: Sink> Worker<S> {
             match tar.next() {
                 Ok(Next::Member(member)) => self.take_from_tar(archive, member, tar, keys)?,
                 Ok(Next::End(end)) => {
-                    self.note_end(archive, end);
+                    let is_followed =
+                        end == End::Marked && tar.is_followed_by_archive().map_err(|error| self.tar_error(archive, error))?;
+                    self.note_end(archive, end, is_followed);
                     return Ok(());
                 }
                 Err(error) => {
@@ -178,12 +184,17 @@ impl<S: Sink> Worker<S> {
         }
     }
 
-    /// Counts an archive that has no end mark, and adds a note that it may be truncated.
-    pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End) {
+    /// Counts an archive that has no end mark, or whose end mark another archive follows, and adds a note.
+    pub(super) fn note_end(&mut self, archive: &Archive<'_>, end: End, is_followed: bool) {
+        let path = archive.path.display();
         if end == End::Unmarked {
             self.unit.counts.unmarked_ends += 1;
-            let path = archive.path.display();
             self.unit.counts.note(&format!("'{path}' has no end-of-archive mark, so it may be truncated"));
+        }
+        if is_followed {
+            self.unit.counts.followed_ends += 1;
+            let note = "another archive follows its end-of-archive mark, and is left out, as by tar without --ignore-zeros";
+            self.unit.counts.note(&format!("'{path}': {note}; stage in the archives one by one"));
         }
     }
 

@@ -130,7 +130,8 @@ impl<S: Sink> Worker<S> {
                 Ok(mut decoder) if is_tar(&head) => {
                     is_on.store(false, Ordering::Relaxed);
                     self.take_directory(archive, &found)?;
-                    return self.read_nested_tar(archive, &mut TarReader::new(Rewound(head.chain(&mut *decoder))), keys);
+                    let read = self.read_nested_tar(archive, &mut TarReader::new(Rewound(head.chain(&mut *decoder))), keys);
+                    return read.or_else(|error| self.skip_or_fail(error));
                 }
                 Ok(_) => {}
             }

@@ -22,7 +22,7 @@ use super::archive::{Archive, Keys};
 use super::{Sink, Unit, Worker};
 use crate::StageInError;
 use crate::source::plain::{PlainReader, version};
-use crate::source::tar::{BLOCK_LEN, Extension, Next, TarReader, find_header};
+use crate::source::tar::{BLOCK_LEN, End, Extension, Next, TarReader, find_header, is_archive_next};
 
 /// How reading a range ended.
 enum RangeEnd {
@@ -154,7 +154,8 @@ impl<S: Sink> Worker<S> {
                 Ok(Next::Member(member)) => self.take_from_tar(archive, member, &mut tar, &mut keys)?,
                 Ok(Next::End(end)) => {
                     if first.is_some() {
-                        self.note_end(archive, end);
+                        let is_followed = end == End::Marked && is_archive_next(tar.input()).unwrap_or(false);
+                        self.note_end(archive, end, is_followed);
                     }
                     return Ok(RangeEnd::Archive);
                 }

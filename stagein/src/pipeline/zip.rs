@@ -7,13 +7,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use dayfly_meta::catalog::{MemberKey, MemberKind, Place};
-use dayfly_meta::limits::SYMLINK_LEN_MAX;
+use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, SYMLINK_LEN_MAX};
 use dayfly_meta::wire::peer::{Unit, ZipPart};
 
 use super::archive::{Archive, FoundMember, Keys, nested_place};
 use super::{Sink, Worker};
 use crate::StageInError;
-use crate::error::is_of_system;
+use crate::error::{exceeds_memory, is_of_system};
 use crate::source::plain::{PlainReader, version};
 use crate::source::zip::{Part, Record, ZipError, ZipKind, data, parts};
 
@@ -119,6 +119,9 @@ impl<S: Sink> Worker<S> {
         let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
         let damaged = |error: io::Error| match is_of_system(&error) {
+            _ if exceeds_memory(&error) => {
+                StageInError::WindowTooLarge { path: archive.path.join(&name), memory_max: NESTED_DECODER_MEMORY_MAX }
+            }
             true => archive.unreadable(record.local, error),
             false => archive.damaged(record.local, format_args!("'{name}': {error}")),
         };

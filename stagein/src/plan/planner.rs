@@ -1,5 +1,6 @@
 //! The planner: splits sources into units.
 
+use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -7,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Source, SourceKind, Version};
-use dayfly_meta::limits::{RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
+use dayfly_meta::limits::{DIRECTORIES_MAX_DEFAULT, RANGE_LEN_MIN, UNIT_BYTES_MAX, UNIT_FILES_MAX, UNIT_NAMES_LEN_MAX};
 use dayfly_meta::path::{join, normalize};
 use dayfly_meta::wire::control::{Counts, Selection};
 use dayfly_meta::wire::peer::{Rivalry, TarRange, TreeEntry, TreeKind, Unit, Work, ZipPart};
@@ -20,7 +21,7 @@ use super::unit_queue::UnitQueue;
 use super::{PlanRequest, SplitTar, StageInPlan};
 use crate::StageInError;
 use crate::selection::{Decision, Selector};
-use crate::source::directory::{WalkItem, single_file, subdirectories, walk};
+use crate::source::directory::{Ancestors, Tree, WalkItem, single_file, subdirectories, walk};
 use crate::source::plain::version_of;
 use crate::source::zip::{Part, Record, ZipError, ZipKind, parts};
 use crate::source::{classify, without_archive_ending};
@@ -67,7 +68,7 @@ impl<'a> Planner<'a> {
         // below the target under their own names.
         let prefix = if is_only_source || ends_with_dot { Vec::new() } else { name_of(&path)? };
         let planned = if metadata.is_dir() {
-            self.plan_tree(path, b".", prefix, self.selection.strip_components)
+            self.plan_tree(path, b".", prefix, self.selection.strip_components, Ancestors::default())
         } else if metadata.is_file() {
             self.plan_file(path, None, &metadata)
         } else {
@@ -106,7 +107,10 @@ impl<'a> Planner<'a> {
     /// itself is a source, and its members are placed below the target or, with
     /// `--prefix-by-source`, below a directory with the archive's name.
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
-        let (kind, compression) = if self.selection.no_unpack { (SourceKind::File, Compression::None) } else { classify(&path)? };
+        let (kind, compression) = match self.selection.no_unpack {
+            true => (SourceKind::File, Compression::None),
+            false => classify(&path, prefix.is_some())?,
+        };
         self.plan.source_bytes = self.plan.source_bytes.saturating_add(metadata.len());
         let (version, inode) = (version_of(metadata), inode_of(&path, metadata));
         if kind != SourceKind::File {
@@ -195,15 +199,29 @@ impl<'a> Planner<'a> {
 
     /// Plans a tree. If components are to be stripped, its subdirectories become trees of their
     /// own, as if the user had named them. Patterns match the names before that, in which the tree is `spelled`.
-    fn plan_tree(&mut self, root: PathBuf, spelled: &[u8], prefix: Vec<u8>, strip: u32) -> Result<(), StageInError> {
+    fn plan_tree(
+        &mut self,
+        root: PathBuf,
+        spelled: &[u8],
+        prefix: Vec<u8>,
+        strip: u32,
+        mut above: Ancestors,
+    ) -> Result<(), StageInError> {
+        let is_dereferenced = self.selection.dereference;
         if strip > 0 {
-            let (subdirectories, others) = subdirectories(&root)?;
+            if is_dereferenced {
+                let unreadable = |error| StageInError::Read { path: root.clone(), error };
+                if let Err(error) = above.enter(&root, &fs::metadata(&root).map_err(unreadable)?) {
+                    return self.skip_or_fail(error);
+                }
+            }
+            let (subdirectories, others) = subdirectories(&root, is_dereferenced)?;
             self.plan.counts.unselected += others;
             for subdirectory in subdirectories {
                 let spelled = join(spelled, subdirectory.file_name().unwrap_or_default().as_bytes());
                 match self.selector.excludes(&spelled) {
                     true => self.plan.counts.unselected += 1,
-                    false => self.plan_tree(subdirectory, &spelled, prefix.clone(), strip - 1)?,
+                    false => self.plan_tree(subdirectory, &spelled, prefix.clone(), strip - 1, above.clone())?,
                 }
             }
             return Ok(());
@@ -213,16 +231,19 @@ impl<'a> Planner<'a> {
         let source = self.push_source(Source {
             path: path.clone(),
             prefix: prefix.clone(),
-            kind: SourceKind::Directory,
+            kind: if is_dereferenced { SourceKind::FollowedDirectory } else { SourceKind::Directory },
             compression: Compression::None,
             version: Version::default(),
             inode: 0,
         });
-        let mut batch = TreeBatch::default();
+        let (mut batch, mut unpacked) = (TreeBatch::default(), HashMap::new());
         let selector = std::mem::replace(&mut self.selector, Selector::new(&Selection::default())?);
         let activity = self.activity;
         let check_in = |path: &Path| activity.begin(path.as_os_str().as_bytes());
-        let result = walk(&root, spelled, &selector, &check_in, &mut |item| {
+        // The directories that a selection leaves out count here, but not in the dataset.
+        let directories_max = self.selection.max_directories.unwrap_or(0).max(DIRECTORIES_MAX_DEFAULT);
+        let tree = Tree { root: &root, spelled, selector: &selector, is_dereferenced, above, directories_max };
+        let result = walk(tree, &check_in, &mut |item| {
             match item {
                 WalkItem::Special => self.plan.counts.special += 1,
                 WalkItem::Unselected => self.plan.counts.unselected += 1,
@@ -231,18 +252,11 @@ impl<'a> Planner<'a> {
                     self.plan.counts.refused += 1;
                     self.plan.counts.note(&format!("'{}' is refused: its path is too long", path.display()));
                 }
-                WalkItem::Entry(entry) => {
-                    if let TreeKind::File(_) = entry.kind
-                        && self.selection.nested
-                        && let Some(stem) = without_archive_ending(&entry.path)
-                    {
-                        let file = root.join(OsStr::from_bytes(&entry.path));
-                        let unreadable = |error| StageInError::Read { path: file.clone(), error };
-                        let planned = fs::metadata(&file).map_err(unreadable);
-                        match planned.and_then(|metadata| self.plan_file(file, Some(join(&prefix, stem)), &metadata)) {
-                            // With --nested, a file with an archive's name may be just a file.
-                            Err(StageInError::NotAnArchive { .. }) => {}
-                            planned => return planned.or_else(|error| self.skip_or_fail(error)),
+                WalkItem::Entry(mut entry) => {
+                    if self.selection.nested {
+                        match self.plan_in_tree(&root, &prefix, &mut entry, &mut unpacked) {
+                            Ok(false) => {}
+                            planned => return planned.map(drop).or_else(|error| self.skip_or_fail(error)),
                         }
                     }
                     if let TreeKind::File(size) = entry.kind {
@@ -262,6 +276,35 @@ impl<'a> Planner<'a> {
         self.selector = selector;
         result?;
         self.push_tree_unit(source, &prefix, &path, &mut batch)
+    }
+
+    /// Plans a file of a tree that is an archive. Returns `false` for all others. `unpacked` are the archives of the tree so far, with
+    /// their lengths.
+    fn plan_in_tree(
+        &mut self,
+        root: &Path,
+        prefix: &[u8],
+        entry: &mut TreeEntry,
+        unpacked: &mut HashMap<Vec<u8>, u64>,
+    ) -> Result<bool, StageInError> {
+        // Nothing can be a hard link to the directory that an archive has become.
+        if let TreeKind::HardLink(first) = &entry.kind
+            && let Some(len) = unpacked.get(first)
+        {
+            entry.kind = TreeKind::File(*len);
+        }
+        let (TreeKind::File(len), Some(stem)) = (&entry.kind, without_archive_ending(&entry.path)) else { return Ok(false) };
+        let file = root.join(OsStr::from_bytes(&entry.path));
+        let metadata = fs::metadata(&file).map_err(|error| StageInError::Read { path: file.clone(), error })?;
+        match self.plan_file(file, Some(join(prefix, stem)), &metadata) {
+            // A file with an archive's name may be just a file.
+            Err(StageInError::NotAnArchive { .. }) => Ok(false),
+            Err(error) => Err(error),
+            Ok(()) => {
+                unpacked.insert(entry.path.clone(), *len);
+                Ok(true)
+            }
+        }
     }
 
     fn push_tree_unit(&mut self, source: u32, prefix: &[u8], root: &[u8], batch: &mut TreeBatch) -> Result<(), StageInError> {

@@ -45,6 +45,6 @@ fn check_content(path: &Path, is_directory: bool, is_opened_only: bool) -> Resul
     match (is_directory, is_opened_only) {
         (true, _) => fs::read_dir(path).map(drop).map_err(unreadable),
         (false, true) => File::open(path).map(drop).map_err(unreadable),
-        (false, false) => classify(path).map(drop),
+        (false, false) => classify(path, false).map(drop),
     }
 }

@@ -157,11 +157,25 @@ fn expand_list(list: &Path, activity: &PlanActivity<'_>, expanded: &mut SourcePa
         } else if count > PATH_LEN_MAX {
             return Err(invalid(format!("its line {number} is longer than {PATH_LEN_MAX} bytes, the longest possible path")));
         }
-        if !line.is_empty() {
-            // A line that starts with @ is a path, not another list.
-            expand_path_or_glob(folder, &line, list.as_os_str().as_bytes(), activity, expanded)?;
+        let line = without_marks(folder, &line, number == 1);
+        if line.is_empty() {
+            continue;
         }
+        // A line that starts with @ is a path, not another list.
+        expand_path_or_glob(folder, line, list.as_os_str().as_bytes(), activity, expanded).map_err(|error| match error {
+            StageInError::NoMatch(_) | StageInError::InvalidPattern { .. } => invalid(format!("line {number}: {error}")),
+            error => error,
+        })?;
     }
+}
+
+/// Returns a line without what programs on Windows write: a byte order mark before the first line, and a carriage return at the end of
+/// each line. A file whose name has these bytes is found all the same.
+fn without_marks<'a>(folder: &Path, line: &'a [u8], is_first: bool) -> &'a [u8] {
+    let unmarked = line.strip_prefix(b"\xef\xbb\xbf").filter(|_| is_first).unwrap_or(line);
+    let unmarked = unmarked.strip_suffix(b"\r").unwrap_or(unmarked);
+    let is_path = || fs::symlink_metadata(folder.join(OsStr::from_bytes(line))).is_ok();
+    if unmarked.len() < line.len() && is_path() { line } else { unmarked }
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Tests of planning.
 
 use std::fs;
+use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -65,7 +66,8 @@ fn sources_get_the_paths_that_cp_would_give_them() {
     check(&[list], 0, &["d", "d/sub", "d/sub/x", "d/y", "single", "e", "e/z"]);
     fs::write(at("list"), "d\nmissing\n").unwrap();
     let list = PathBuf::from(format!("@{}", at("list").display()));
-    assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::NoMatch(_))));
+    let error = units(&[&list], &Selection::default()).err().unwrap().to_string();
+    assert!(error.contains("list'") && error.contains("line 2: no file or directory matches"), "{error}");
     let list = PathBuf::from(format!("@{}", at("no-list").display()));
     assert!(matches!(units(&[&list], &Selection::default()), Err(StageInError::InvalidList { .. })));
     assert!(matches!(units(&[&at("missing")], &Selection::default()), Err(StageInError::NoMatch(_))));
@@ -124,6 +126,42 @@ fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error
     let whole = Selection { no_unpack: true, ..Selection::default() };
     for name in ["strange.jpg", "data.gz", "broken.gz"] {
         assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "with --no-unpack");
+    }
+}
+
+/// SEMANTICS: "A decoder takes at most 256 MiB of memory, and less within an archive. If the window with which something was compressed
+/// needs more, the error says that, and does not call the archive damaged."
+#[test]
+fn windows_that_are_too_large_are_not_called_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    let zstd = |window_log| {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(window_log).unwrap();
+        encoder.write_all(&[0; 10_000]).unwrap();
+        encoder.finish().unwrap()
+    };
+    // The header of the first block has the dictionary's size in its last byte before the padding.
+    let xz = |dictionary: u8| {
+        let mut encoder = liblzma::write::XzEncoder::new(Vec::new(), 0);
+        encoder.write_all(&[0; 10_000]).unwrap();
+        let mut bytes = encoder.finish().unwrap();
+        assert_eq!(bytes[14..16], [0x21, 1]);
+        let end = 12 + usize::from(bytes[12]) * 4;
+        bytes[16] = dictionary;
+        let checksum = crc32fast::hash(&bytes[12..end]);
+        bytes[end..end + 4].copy_from_slice(&checksum.to_le_bytes());
+        bytes
+    };
+    let path = folder.path().join("a.tar.x");
+    for (bytes, is_fine) in [(zstd(28), true), (zstd(29), false), (xz(30), true), (xz(34), false)] {
+        fs::write(&path, bytes).unwrap();
+        match units(&[&path], &Selection::default()) {
+            Ok(_) => assert!(is_fine),
+            Err(error) => {
+                assert!(!is_fine && matches!(error, StageInError::WindowTooLarge { .. }), "{error}");
+                assert!(error.to_string().contains("needs more than 256.0MiB of memory"), "{error}");
+            }
+        }
     }
 }
 

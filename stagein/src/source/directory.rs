@@ -1,5 +1,5 @@
 //! Walks a directory tree. A directory comes before its contents, and the names in a directory come
-//! in the order of their bytes. Symlinks are recorded and not followed.
+//! in the order of their bytes. Symlinks are recorded or, with `--dereference`, followed.
 
 use std::collections::HashMap;
 use std::fs::{self, Metadata};
@@ -8,8 +8,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use dayfly_meta::limits::{PATH_LEN_MAX, STAT_BATCH_LEN, STAT_PATHS_MIN, STAT_THREADS};
-use dayfly_meta::path::join;
+use dayfly_meta::limits::{DIRECTORIES_PER_FILE_MAX, PATH_LEN_MAX, STAT_BATCH_LEN, STAT_PATHS_MIN, STAT_THREADS};
+use dayfly_meta::path::{components, join};
 use dayfly_meta::wire::peer::{TreeEntry, TreeKind};
 
 use crate::StageInError;
@@ -29,57 +29,102 @@ pub(crate) enum WalkItem {
     TooLong(PathBuf),
 }
 
-/// For each file that has several hard links, the first path at which the walk found it. The key is
-/// the file's device and inode.
-type Links = HashMap<(u64, u64), Vec<u8>>;
+/// A file's device and inode.
+type FileId = (u64, u64);
 
-/// Calls `visit` for the tree's root and everything below it. Patterns see names that begin with `spelled`, the root's name. Calls
-/// `check_in` before it examines each path, because a slow file system may take a long time to answer. An error from `check_in` ends
-/// the walk.
+/// For each file that may have several names, the first path at which the walk found it.
+type Links = HashMap<FileId, Vec<u8>>;
+
+/// A tree to walk.
+pub(crate) struct Tree<'a> {
+    pub(crate) root: &'a Path,
+    /// The root's name as patterns see it.
+    pub(crate) spelled: &'a [u8],
+    pub(crate) selector: &'a Selector,
+    /// Whether the walk takes what symlinks lead to, instead of the symlinks.
+    pub(crate) is_dereferenced: bool,
+    /// The directories that contain the root.
+    pub(crate) above: Ancestors,
+    /// How many directories a walk that follows symlinks enters, besides some for each file. Few symlinks can stand for very many.
+    pub(crate) directories_max: u64,
+}
+
+/// Directories that contain one another. A walk that follows symlinks could come to one of them again, and would never end.
+#[derive(Clone, Default)]
+pub(crate) struct Ancestors(Vec<FileId>);
+
+impl Ancestors {
+    /// Adds a directory that lies in all of these. Fails if it is one of them.
+    pub(crate) fn enter(&mut self, path: &Path, metadata: &Metadata) -> Result<(), StageInError> {
+        let id = (metadata.dev(), metadata.ino());
+        if self.0.contains(&id) {
+            return Err(StageInError::Loop { path: path.to_owned() });
+        }
+        self.0.push(id);
+        Ok(())
+    }
+}
+
+/// Calls `visit` for the tree's root and everything below it. Calls `check_in` before it examines each path, because a slow file system
+/// may take a long time to answer. An error from `check_in` ends the walk.
 pub(crate) fn walk(
-    root: &Path,
-    spelled: &[u8],
-    selector: &Selector,
+    tree: Tree<'_>,
     check_in: &dyn Fn(&Path) -> Result<(), StageInError>,
     visit: &mut dyn FnMut(WalkItem) -> Result<(), StageInError>,
 ) -> Result<(), StageInError> {
-    let mut number = 0;
+    let Tree { root, spelled, selector, is_dereferenced, above: mut ancestors, directories_max } = tree;
+    let (mut number, mut directories, mut files) = (0, 0, 0);
+    let root_depth = ancestors.0.len();
     let mut links = Links::new();
     // This is an explicit stack, so that a deep tree does not overflow the thread's stack.
     let mut waiting = vec![Waiting { path: root.to_owned(), name: Vec::new(), metadata: None }];
     while let Some(next) = waiting.last() {
         check_in(&next.path)?;
         if next.metadata.is_none() {
-            examine_last(&mut waiting);
+            examine_last(&mut waiting, is_dereferenced);
         }
         let Some(Waiting { path, name, metadata }) = waiting.pop() else { break };
-        let metadata = metadata.unwrap_or_else(|| fs::symlink_metadata(&path));
-        let metadata = match metadata {
-            Ok(metadata) => metadata,
-            Err(error) => {
-                visit(WalkItem::Unreadable(unreadable(&path, error)))?;
-                continue;
-            }
-        };
+        let metadata = metadata.unwrap_or_else(|| examine(&path, is_dereferenced));
         let is_root = name.is_empty();
         if name.len() > PATH_LEN_MAX {
             visit(WalkItem::TooLong(path))?;
             continue;
         }
-        let is_directory = metadata.is_dir() || is_root;
+        let is_directory = is_root || metadata.as_ref().is_ok_and(Metadata::is_dir);
         let spelled = join(spelled, &name);
         if !is_root && (selector.excludes(&spelled) || !is_directory && !selector.includes(&spelled, false)) {
             visit(WalkItem::Unselected)?;
             continue;
         }
+        let metadata = match metadata {
+            // The user may name a tree by a symlink.
+            _ if is_root => fs::metadata(&path).map_err(|error| unreadable(&path, error))?,
+            Ok(metadata) => metadata,
+            Err(error) => {
+                visit(WalkItem::Unreadable(missing_or_unreadable(&path, error)))?;
+                continue;
+            }
+        };
+        if is_directory && is_dereferenced {
+            directories += 1;
+            let max = directories_max.saturating_add(files * DIRECTORIES_PER_FILE_MAX);
+            if directories > max {
+                return Err(StageInError::TooManyDirectories { path: root.to_owned(), max });
+            }
+            ancestors.0.truncate(root_depth + components(&name).count());
+            if let Err(error) = ancestors.enter(&path, &metadata) {
+                visit(WalkItem::Unreadable(error))?;
+                continue;
+            }
+        }
         if is_root || selector.includes(&spelled, is_directory) {
-            let metadata = if is_root { fs::metadata(&path).map_err(|error| unreadable(&path, error))? } else { metadata };
-            match kind_of(&path, &name, &metadata, &mut links) {
+            match kind_of(&path, &name, &metadata, &mut links, is_dereferenced) {
                 Err(error) => visit(WalkItem::Unreadable(unreadable(&path, error)))?,
                 Ok(Some(kind)) => visit(WalkItem::Entry(entry(number, name.clone(), &metadata, kind)))?,
                 Ok(None) => visit(WalkItem::Special)?,
             }
             number += 1;
+            files += u64::from(!is_directory);
         }
         if is_directory {
             let names = match sorted_names(&path) {
@@ -110,34 +155,33 @@ struct Waiting {
 
 /// Asks the file system about the paths that come next, several at a time: a parallel file system answers each question late, but
 /// many at once. Few paths get few threads, because starting a thread takes longer than a question to a local file system.
-fn examine_last(waiting: &mut [Waiting]) {
+fn examine_last(waiting: &mut [Waiting], is_dereferenced: bool) {
     let first = waiting.len().saturating_sub(STAT_BATCH_LEN);
     let unknown: Vec<&mut Waiting> = waiting[first..].iter_mut().filter(|next| next.metadata.is_none()).collect();
     let threads = unknown.len().div_ceil(STAT_PATHS_MIN).clamp(1, STAT_THREADS);
     let mut parts: Vec<Vec<&mut Waiting>> = (0..threads).map(|_| Vec::new()).collect();
     unknown.into_iter().enumerate().for_each(|(number, next)| parts[number % threads].push(next));
     let own = parts.pop();
+    let examine = |next: &mut Waiting| next.metadata = Some(examine(&next.path, is_dereferenced));
     std::thread::scope(|scope| {
         for part in parts {
             // If no thread can be had, the paths are examined one by one when their turn comes.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, || part.into_iter().for_each(Waiting::examine));
+            let _ = std::thread::Builder::new().spawn_scoped(scope, || part.into_iter().for_each(examine));
         }
-        own.into_iter().flatten().for_each(Waiting::examine);
+        own.into_iter().flatten().for_each(examine);
     });
 }
 
-impl Waiting {
-    fn examine(&mut self) {
-        self.metadata = Some(fs::symlink_metadata(&self.path));
-    }
+fn examine(path: &Path, is_dereferenced: bool) -> io::Result<Metadata> {
+    if is_dereferenced { fs::metadata(path) } else { fs::symlink_metadata(path) }
 }
 
 /// Returns the subdirectories of a directory, sorted, and how many other names it has. The former become the roots of trees when a
 /// component is stripped, and nothing is left of the latter.
-pub(crate) fn subdirectories(path: &Path) -> Result<(Vec<PathBuf>, u64), StageInError> {
+pub(crate) fn subdirectories(path: &Path, is_dereferenced: bool) -> Result<(Vec<PathBuf>, u64), StageInError> {
     let names = sorted_names(path).map_err(|error| unreadable(path, error))?;
     let paths = names.into_iter().map(|name| path.join(std::ffi::OsStr::from_bytes(&name)));
-    let is_directory = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|metadata| metadata.is_dir());
+    let is_directory = |path: &PathBuf| examine(path, is_dereferenced).is_ok_and(|metadata| metadata.is_dir());
     let (directories, others): (Vec<_>, Vec<_>) = paths.partition(is_directory);
     Ok((directories, others.len() as u64))
 }
@@ -154,7 +198,13 @@ fn entry(number: u64, path: Vec<u8>, metadata: &Metadata, kind: TreeKind) -> Tre
 }
 
 /// Returns the kind of a path; `None` for a device, FIFO or socket.
-fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> io::Result<Option<TreeKind>> {
+fn kind_of(
+    path: &Path,
+    name: &[u8],
+    metadata: &Metadata,
+    links: &mut Links,
+    is_dereferenced: bool,
+) -> io::Result<Option<TreeKind>> {
     let kind = metadata.file_type();
     if kind.is_dir() {
         return Ok(Some(TreeKind::Directory));
@@ -165,7 +215,8 @@ fn kind_of(path: &Path, name: &[u8], metadata: &Metadata, links: &mut Links) -> 
     if !kind.is_file() {
         return Ok(None);
     }
-    if metadata.nlink() > 1 {
+    // Symlinks, too, give a file several names.
+    if metadata.nlink() > 1 || is_dereferenced {
         if let Some(first) = links.get(&(metadata.dev(), metadata.ino())) {
             return Ok(Some(TreeKind::HardLink(first.clone())));
         }
@@ -181,6 +232,52 @@ fn sorted_names(path: &Path) -> io::Result<Vec<Vec<u8>>> {
     Ok(names)
 }
 
+fn missing_or_unreadable(path: &Path, error: io::Error) -> StageInError {
+    match fs::read_link(path) {
+        Ok(target) if error.kind() == io::ErrorKind::NotFound => StageInError::Dangling { path: path.to_owned(), target },
+        _ => unreadable(path, error),
+    }
+}
+
 fn unreadable(path: &Path, error: io::Error) -> StageInError {
     StageInError::Read { path: path.to_owned(), error }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use std::os::unix::fs::symlink;
+
+    use dayfly_meta::wire::control::Selection;
+
+    use super::*;
+
+    /// SEMANTICS: "With `--dereference`, that also bounds how many directories are searched."
+    #[test]
+    fn few_symlinks_cannot_stand_for_directories_without_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let level = |number: usize| folder.path().join(number.to_string());
+        // Each level leads to the next one twice.
+        for number in 0..=20 {
+            fs::create_dir(level(number)).unwrap();
+        }
+        for number in 0..20 {
+            ["a", "b"].into_iter().for_each(|name| symlink(level(number + 1), level(number).join(name)).unwrap());
+        }
+        let selector = Selector::new(&Selection::default()).unwrap();
+        let entries = |root: &Path| {
+            let above = Ancestors::default();
+            let tree = Tree { root, spelled: b".", selector: &selector, is_dereferenced: true, above, directories_max: 1000 };
+            let mut count = 0;
+            let walked = walk(tree, &|_| Ok(()), &mut |_| {
+                count += 1;
+                Ok(())
+            });
+            walked.map(|()| count)
+        };
+        assert_eq!(entries(&level(14)).unwrap(), 127);
+        let error = entries(&level(0)).unwrap_err();
+        assert!(matches!(error, StageInError::TooManyDirectories { max: 1000, .. }), "{error}");
+    }
 }

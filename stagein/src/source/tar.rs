@@ -11,17 +11,23 @@ mod sparse;
 
 use std::io::{self, Read};
 
-use dayfly_meta::limits::{TAR_EXTENSION_LEN_MAX, TAR_GLOBALS_LEN_MAX};
+use dayfly_meta::catalog::Compression;
+use dayfly_meta::limits::{TAR_EXTENSION_LEN_MAX, TAR_GLOBALS_LEN_MAX, TAR_PADDING_LEN_MAX};
 
 use header::{Header, Type};
 pub(crate) use pax::Extension;
 use sparse::Expansion;
 
-use crate::error::is_of_system;
+use crate::error::{exceeds_memory, is_of_system};
+use crate::source::compressed::recognize;
 use crate::source::plain::{PlainReader, Skip};
+use crate::source::zip::is_zip;
 
 /// Headers take one block, and data is padded to whole blocks.
 pub(crate) const BLOCK_LEN: usize = 512;
+
+/// Zeros after an end mark are read in pieces of this length.
+const PADDING_READ_LEN: usize = 64 << 10;
 
 /// The kind of a member.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -62,7 +68,7 @@ pub(crate) struct TarMember {
 pub(crate) enum TarError {
     /// The archive is truncated or damaged at this offset.
     Damaged { offset: u64, reason: String },
-    /// The archive cannot be read at this offset: its file system failed.
+    /// The archive cannot be read at this offset: its file system failed, or its decoder needs too much memory.
     Unreadable { offset: u64, error: io::Error },
 }
 
@@ -73,6 +79,8 @@ pub(crate) enum End {
     Marked,
     /// Without an end mark, so the archive may have been truncated between two members.
     Unmarked,
+    /// Its decoder needs too much memory for the rest, which an error has said.
+    Undecodable,
 }
 
 /// What [`TarReader::next`] found.
@@ -102,6 +110,8 @@ pub(crate) struct TarReader<R> {
     /// Fills in the holes of the current member, if it is a sparse file.
     expansion: Option<Expansion>,
     member_start: u64,
+    /// Whether the decoder needs too much memory for the rest, which an error has said.
+    is_undecodable: bool,
     /// A header block that [`Self::resume`] has read ahead.
     pending: Option<[u8; BLOCK_LEN]>,
 }
@@ -114,7 +124,17 @@ impl<R: Skip> TarReader<R> {
     /// Creates a reader in the middle of an archive, between two members. `global` holds the fields
     /// that global extended headers before that position have set.
     pub(crate) fn at(input: R, position: u64, global: Extension) -> Self {
-        Self { input, position, data_left: 0, padding: 0, global, expansion: None, member_start: position, pending: None }
+        Self {
+            input,
+            position,
+            data_left: 0,
+            padding: 0,
+            global,
+            expansion: None,
+            member_start: position,
+            is_undecodable: false,
+            pending: None,
+        }
     }
 
     /// Returns the offset of the current member's first header.
@@ -139,6 +159,9 @@ impl<R: Skip> TarReader<R> {
 
     /// Skips the rest of the current member's data and reads the next member's headers.
     pub(crate) fn next(&mut self) -> Result<Next, TarError> {
+        if self.is_undecodable {
+            return Ok(Next::End(End::Undecodable));
+        }
         self.skip_data()?;
         self.member_start = self.position;
         let mut extension = self.global.clone();
@@ -151,8 +174,8 @@ impl<R: Skip> TarReader<R> {
                 }
                 return Ok(Next::End(End::Unmarked));
             };
-            if block.iter().all(|&byte| byte == 0) {
-                let marked = self.read_header_block()?.is_some_and(|block| block.iter().all(|&byte| byte == 0));
+            if is_zero(&block) {
+                let marked = self.read_header_block()?.is_some_and(|block| is_zero(&block));
                 return Ok(Next::End(if marked { End::Marked } else { End::Unmarked }));
             }
             let header = Header::parse(&block).map_err(|reason| damaged(offset, reason))?;
@@ -187,8 +210,25 @@ impl<R: Skip> TarReader<R> {
 
     /// Reads the stream to its end, so that a decoder checks all of it.
     pub(crate) fn drain(&mut self) -> Result<(), TarError> {
+        if self.is_undecodable {
+            return Ok(());
+        }
         let position = self.position;
         io::copy(&mut self.input, &mut io::sink()).map(drop).map_err(|error| unreadable(position, error))
+    }
+
+    /// Returns whether another archive follows the end mark, as in the output of `cat a.tar b.tar`. Reads on, to the end if nothing but
+    /// zeros follows.
+    pub(crate) fn is_followed_by_archive(&mut self) -> Result<bool, TarError> {
+        let (position, mut block) = (self.position, Vec::with_capacity(BLOCK_LEN));
+        loop {
+            block.clear();
+            let read = (&mut self.input).take(BLOCK_LEN as u64).read_to_end(&mut block);
+            let len = read.map_err(|error| unreadable(position, error))?;
+            if len == 0 || !is_zero(&block) {
+                return Ok(is_archive(&block));
+            }
+        }
     }
 
     fn member(
@@ -283,7 +323,8 @@ impl<R: Skip> TarReader<R> {
         Ok(())
     }
 
-    fn read_error(&self, error: io::Error) -> TarError {
+    fn read_error(&mut self, error: io::Error) -> TarError {
+        self.is_undecodable |= exceeds_memory(&error);
         match error.kind() {
             io::ErrorKind::UnexpectedEof => damaged(self.position, "the archive is truncated"),
             _ => unreadable(self.position, error),
@@ -367,7 +408,7 @@ impl<R: Skip> TarReader<R> {
             return Ok(0);
         }
         let len = usize::try_from(self.data_left).unwrap_or(usize::MAX).min(buffer.len());
-        let count = self.input.read(&mut buffer[..len])?;
+        let count = self.input.read(&mut buffer[..len]).inspect_err(|error| self.is_undecodable = exceeds_memory(error))?;
         if count == 0 {
             return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the archive is truncated within a member's data"));
         }
@@ -390,6 +431,29 @@ pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Op
     Ok(None)
 }
 
+/// Does what [`TarReader::is_followed_by_archive`] does, for a reader that is positioned after an end mark. Passes over nothing but zeros.
+pub(crate) fn is_archive_next(reader: &mut PlainReader) -> io::Result<bool> {
+    for _ in 0..TAR_PADDING_LEN_MAX / PADDING_READ_LEN {
+        let bytes = reader.peek(PADDING_READ_LEN)?;
+        let zeros = bytes.chunks(BLOCK_LEN).take_while(|block| is_zero(block)).map(<[u8]>::len).sum();
+        let next = &bytes[zeros..bytes.len().min(zeros + BLOCK_LEN)];
+        let (is_padding, is_archive) = (zeros > 0 && next.is_empty(), is_archive(next));
+        reader.skip(zeros as u64)?;
+        if !is_padding {
+            return Ok(is_archive);
+        }
+    }
+    Ok(false)
+}
+
+fn is_zero(block: &[u8]) -> bool {
+    block.iter().all(|&byte| byte == 0)
+}
+
+fn is_archive(start: &[u8]) -> bool {
+    is_tar(start) || recognize(start) != Compression::None || is_zip(start)
+}
+
 /// Returns where the first block in `bytes` that looks like a header begins, if there is one.
 /// `bytes` begin on a block.
 pub(crate) fn header_in(bytes: &[u8]) -> Option<usize> {
@@ -402,7 +466,10 @@ fn damaged(offset: u64, reason: impl Into<String>) -> TarError {
 }
 
 fn unreadable(offset: u64, error: io::Error) -> TarError {
-    if is_of_system(&error) { TarError::Unreadable { offset, error } } else { damaged(offset, error.to_string()) }
+    match is_of_system(&error) || exceeds_memory(&error) {
+        true => TarError::Unreadable { offset, error },
+        false => damaged(offset, error.to_string()),
+    }
 }
 
 fn until_nul(mut text: Vec<u8>) -> Vec<u8> {

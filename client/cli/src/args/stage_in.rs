@@ -58,6 +58,10 @@ pub(crate) struct StageInOptions {
     /// after it, without the extension.
     #[arg(long, conflicts_with = "no_unpack")]
     pub(crate) nested: bool,
+    /// In directories, stage in what symbolic links lead to, as 'tar -h' does. A file that several
+    /// links lead to is stored once.
+    #[arg(long)]
+    pub(crate) dereference: bool,
     /// Give files that belong together one owner, and store them side by side.
     ///
     /// With 'stem', files of one directory belong together if their names differ only after the

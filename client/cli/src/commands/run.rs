@@ -113,6 +113,7 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[SourceAndTar
         include: options.include.clone(),
         exclude: options.exclude.clone(),
         no_unpack: options.no_unpack,
+        dereference: options.dereference,
         keep_going: options.keep_going,
         ..Selection::default()
     };

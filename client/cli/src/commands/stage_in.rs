@@ -125,6 +125,7 @@ pub(super) fn perform(
             exclude: options.exclude.clone(),
             no_unpack: options.no_unpack,
             nested: options.nested,
+            dereference: options.dereference,
             group: options.group.map_or(Grouping::None, |Group::Stem| Grouping::Stem),
             keep_going: options.keep_going,
             on_conflict: match options.on_conflict {

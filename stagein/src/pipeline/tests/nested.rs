@@ -144,6 +144,42 @@ fn with_keep_going_sources_that_are_archives_only_by_name_are_skipped() {
     assert_eq!((plan.counts.skipped, plan.sources.len()), (3, 2), "{:?}", plan.counts.skipped_notes);
 }
 
+/// SEMANTICS: "If the window with which something was compressed needs more, the error says that, and does not call the archive damaged."
+#[test]
+fn a_window_that_is_too_large_ends_an_archive_with_one_remark() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    for name in ["1", "2", "3"] {
+        fs::write(at(name), [name.as_bytes()[0]; 40_000]).unwrap();
+    }
+    tool(folder.path(), "tar", &["-cf", "whole.tar", "1", "2", "3"]);
+    let bytes = fs::read(at("whole.tar")).unwrap();
+    let frame = |bytes: &[u8], window_log| {
+        let mut encoder = zstd::Encoder::new(Vec::new(), 1).unwrap();
+        encoder.window_log(window_log).unwrap();
+        std::io::Write::write_all(&mut encoder, bytes).unwrap();
+        encoder.finish().unwrap()
+    };
+    // The data of the second member, and its header.
+    for cut in [60_000, 40_960] {
+        fs::create_dir_all(at("o")).unwrap();
+        fs::write(at("o/a.tar.zst"), [frame(&bytes[..cut], 20), frame(&bytes[cut..], 29)].concat()).unwrap();
+        fs::write(at("o/b"), "b").unwrap();
+        tool(folder.path(), "tar", &["-cf", "outer.tar", "-C", "o", "a.tar.zst", "b"]);
+        let keep_going = Selection { keep_going: true, nested: true, ..Selection::default() };
+        for (source, kept) in [(at("o/a.tar.zst"), 1), (at("outer.tar"), 2)] {
+            let error = run_simply(&[&source], &Selection { nested: true, ..Selection::default() }).err().unwrap();
+            assert!(matches!(error, StageInError::WindowTooLarge { .. }), "{error}");
+            let plan = planned(&[&source], &keep_going).unwrap();
+            let staged = run(plan, &keep_going, &[1 << 20], 1, &mut |_| 0).unwrap();
+            let files = staged.members.values().filter(|(member, _)| matches!(member.kind, MemberKind::File { .. })).count();
+            assert_eq!((files, staged.counts.skipped), (kept, 1), "{:?}", staged.counts);
+            assert!(staged.counts.skipped_notes[0].contains("so large a window"), "{:?}", staged.counts);
+            assert_eq!(staged.counts.unmarked_ends, 0);
+        }
+    }
+}
+
 /// SEMANTICS: "A source that has changed since it was listed causes an error that names it."
 #[test]
 fn an_archive_that_changed_is_an_error_that_names_it() {

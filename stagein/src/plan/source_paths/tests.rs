@@ -133,6 +133,26 @@ fn a_list_must_be_a_regular_file_of_bounded_size() {
     check_list(&at("fine")).unwrap();
 }
 
+/// SEMANTICS: "A list may have the byte order mark and the line ends of Windows, unless a file's name has them."
+#[test]
+fn lists_may_come_from_windows() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let check = |list: &str, expect: &[&str]| {
+        fs::write(at("list"), list).unwrap();
+        let pattern = [b"@", at("list").as_os_str().as_bytes()].concat();
+        let found = expand(&[pattern], &PlanActivity::new(&ProgressMonitor::default())).unwrap();
+        assert_eq!(found, expect.iter().map(|name| at(name)).collect::<Vec<_>>(), "{list:?}");
+    };
+    ["a", "b", "strange\r"].into_iter().for_each(|name| fs::write(at(name), "x").unwrap());
+    check("\u{feff}a\r\n\r\nb\r\n", &["a", "b"]);
+    check("[ab]\r\nb", &["a", "b", "b"]);
+    check("strange\r\na\r", &["strange\r", "a"]);
+    check("\u{feff}", &[]);
+    fs::write(at("\u{feff}a"), "x").unwrap();
+    check("\u{feff}a\n", &["\u{feff}a"]);
+}
+
 /// SEMANTICS: "A stage-in that is canceled stops reading its list."
 #[test]
 fn canceling_a_stage_in_stops_the_reading_of_its_list() {

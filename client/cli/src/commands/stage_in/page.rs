@@ -62,7 +62,7 @@ fn numbers(summary: &Summary) -> String {
     let rows = [
         ("samples", format!("{}", summary.samples)),
         ("bytes", size::show(summary.bytes)),
-        ("directories and symlinks", format!("{}", summary.others)),
+        ("directories and symbolic links", format!("{}", summary.others)),
         (
             "time",
             format!(

@@ -38,6 +38,8 @@ pub(super) struct Reporter {
     /// Whether the user has decided about archives within sources, with `--nested` or
     /// `--no-unpack`, and so needs no hint about them.
     has_decided_on_archives: bool,
+    /// Whether symlinks in trees are followed.
+    is_dereferenced: bool,
     /// Whether the stage-in goes on without a node, whose blocks are not stored.
     has_lost_nodes: bool,
 }
@@ -78,6 +80,10 @@ impl Bars {
     }
 }
 
+fn directories_of(summary: &Summary) -> u64 {
+    summary.others.saturating_sub(summary.counts.symlinks)
+}
+
 /// The templates are fixed, so they parse. If one did not, the default style would do.
 fn style(template: &str) -> ProgressStyle {
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
@@ -97,6 +103,7 @@ impl Reporter {
             start: now,
             phase: Phase::Planning,
             has_decided_on_archives,
+            is_dereferenced: options.dereference,
             has_lost_nodes: false,
         }
     }
@@ -215,13 +222,14 @@ impl Reporter {
         };
         let seconds = (summary.elapsed_ms as f64 / 1000.0).max(0.001);
         mention(format_args!(
-            "{}: {}, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {}, catalog {}{}",
+            "{}: {}, {}, in {seconds:.2} s ({:.0} files/s, {}/s); {}, {}, catalog {}{}",
             self.target,
             units::counted(summary.samples, "sample"),
             size::show(summary.bytes),
             summary.samples as f64 / seconds,
             size::show((summary.bytes as f64 / seconds) as u64),
-            units::counted_as(summary.others, "directory or symbolic link", "directories and symbolic links"),
+            units::counted_as(directories_of(summary), "directory", "directories"),
+            units::counted_as(summary.counts.symlinks, "symbolic link", "symbolic links"),
             size::show(summary.catalog_bytes),
             balance
         ));
@@ -270,6 +278,7 @@ impl Reporter {
             (counts.refused, "archive member", "archive members", "refused"),
             (counts.made_relative, "absolute name", "absolute names", "made relative"),
             (counts.unmarked_ends, "archive", "archives", "without an end mark"),
+            (counts.followed_ends, "archive", "archives", "followed by another one in the same file, which is left out"),
             (
                 counts.replaced,
                 "sample",
@@ -280,6 +289,15 @@ impl Reporter {
         ];
         for (count, singular, plural, what) in remarks.into_iter().filter(|(count, ..)| *count > 0) {
             complain(format_args!("warning: {} {what}", units::counted_as(count, singular, plural)));
+        }
+        if let Some(first) = &counts.symlink_out {
+            complain(format_args!(
+                "warning: {} of {} lead out of the dataset ({}){}",
+                counts.symlinks_out,
+                units::counted_as(counts.symlinks, "symbolic link", "symbolic links"),
+                display(first.as_bytes()),
+                if self.is_dereferenced { "" } else { "; for a tree, stage in the folder above it, or use --dereference" }
+            ));
         }
         for note in counts.notes.iter().chain(&counts.skipped_notes) {
             mention(format_args!("  {}", display(without_os_numbers(note).as_bytes())));
@@ -303,11 +321,12 @@ impl Reporter {
             }),
             Event::StagedIn(summary) => json!({
                 "event": "staged-in", "target": self.target, "samples": summary.samples, "bytes": summary.bytes,
-                "directories_and_symlinks": summary.others, "catalog_bytes": summary.catalog_bytes,
+                "directories": directories_of(summary), "symlinks": summary.counts.symlinks,
+                "symlinks_out": summary.counts.symlinks_out, "catalog_bytes": summary.catalog_bytes,
                 "source_bytes": summary.source_bytes, "elapsed_ms": summary.elapsed_ms,
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
-                "unmarked_ends": summary.counts.unmarked_ends, "notes": summary.counts.notes,
+                "unmarked_ends": summary.counts.unmarked_ends, "followed_ends": summary.counts.followed_ends, "notes": summary.counts.notes,
                 "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes, "copies": summary.copies, "copied_bytes": summary.copied_bytes,
                 "uncopied_bytes": summary.uncopied_bytes,
