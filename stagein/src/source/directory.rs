@@ -253,7 +253,8 @@ mod tests {
 
     use super::*;
 
-    /// SEMANTICS: "With `--dereference`, that also bounds how many directories are searched."
+    /// SEMANTICS: "With `--dereference`, at most a million directories of a tree are searched, plus four for each file, or as many as
+    /// `--max-directories` allows if that is more."
     #[test]
     fn few_symlinks_cannot_stand_for_directories_without_end() {
         let folder = tempfile::tempdir().unwrap();

@@ -434,7 +434,9 @@ pub(crate) fn find_header(reader: &mut PlainReader, until: u64) -> io::Result<Op
 /// Does what [`TarReader::is_followed_by_archive`] does, for a reader that is positioned after an end mark. Passes over nothing but zeros.
 pub(crate) fn is_archive_next(reader: &mut PlainReader) -> io::Result<bool> {
     for _ in 0..TAR_PADDING_LEN_MAX / PADDING_READ_LEN {
-        let bytes = reader.peek(PADDING_READ_LEN)?;
+        // The end of the file is known, so no read looks for it.
+        let left = usize::try_from(reader.size().saturating_sub(reader.position())).unwrap_or(usize::MAX);
+        let bytes = reader.peek(left.min(PADDING_READ_LEN))?;
         let zeros = bytes.chunks(BLOCK_LEN).take_while(|block| is_zero(block)).map(<[u8]>::len).sum();
         let next = &bytes[zeros..bytes.len().min(zeros + BLOCK_LEN)];
         let (is_padding, is_archive) = (zeros > 0 && next.is_empty(), is_archive(next));
