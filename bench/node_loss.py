@@ -263,7 +263,7 @@ def killed(options):
     result |= {"epoch_origins": in_epoch / lost_bytes, "origins": (pfs_bytes() - before) / lost_bytes}
     result["servers_origins"] = sum(node["origins"]["bytes"] for node in status() if "origins" in node) / lost_bytes
     before = pfs_bytes()
-    readers.epoch()
+    result["recovered_rate"] = rate(readers.epoch())
     result["later_origins"] = pfs_bytes() - before
     emit(result | readers.noticed() | {"not_recovered": int(recovered is None)})
     readers.end()

@@ -54,6 +54,7 @@ def killed(ratio, from_origins):
         *noticed(KILLED_MS),
         ("ratio", "rest of the epoch, x the rate of 3 servers", AtLeast(ratio)),
         ("ratio_before", "the same, x the rate of an epoch before", None),
+        ("ratio_recovered", "an epoch after recovery, x the rate of 3", None),
         ("epoch_origins", "read from origins in that epoch, x lost bytes", from_origins),
         ("origins", "the same until all is recovered", from_origins),
         ("servers_origins", "the same as the servers count it", from_origins),
@@ -119,6 +120,8 @@ def runs_of(lines):
                     run[name] = value
         if {"rate", "reference"} <= run.keys():
             run["ratio"] = run["rate"] / run["reference"]
+        if {"recovered_rate", "reference"} <= run.keys():
+            run["ratio_recovered"] = run["recovered_rate"] / run["reference"]
         if {"rate", "plain_reference"} <= run.keys():
             run["ratio_plain"] = run["rate"] / run["plain_reference"]
         if {"rate", "whole"} <= run.keys():
