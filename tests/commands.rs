@@ -16,6 +16,7 @@ fn cp_replaces_a_file_only_with_a_whole_copy_and_replaces_no_device_or_fifo() {
     fs::hard_link(ground.at("tree/sub/large"), ground.at("tree/hard")).unwrap();
     tool("chmod", &["750".as_ref(), ground.at("tree/empty").as_os_str()]);
     let cluster = ground.up(1);
+    assert!(cluster.ok(&["verify"]).contains("nothing was verified"));
     cluster.stage(&[&cluster.at("tree")], "/dayfly/t");
     let at = |name: &str| cluster.at(name);
     let names = || {

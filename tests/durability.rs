@@ -338,6 +338,17 @@ fn status_shows_the_space_that_files_take() {
     cluster.down();
 }
 
+/// A forgotten unit, or a full drive, is noticed before the first stage-in fails.
+#[test]
+fn a_capacity_that_is_of_no_use_is_reported() {
+    let ground = Ground::new();
+    let up = ground.output(&["up", "--local", "1", "--capacity", "10"]);
+    let message = harness::text(&up.stderr);
+    assert!(up.status.success() && message.contains("may use only 10B in its data dirs"), "{message}");
+    let cluster = Cluster { ground, id: harness::text(&up.stdout).trim().to_owned() };
+    cluster.down();
+}
+
 /// OPERATIONS.md: a capacity that is larger than the drives is reduced to the drives' size.
 #[test]
 fn a_capacity_beyond_the_drives_is_reported_and_reduced() {

@@ -111,3 +111,24 @@ fn all_examples_read_every_sample_in_the_same_order() {
     assert_eq!(lines("sample"), LENS.iter().enumerate().map(expect).collect::<Vec<_>>());
     cluster.down();
 }
+
+/// The scripts in `docs/examples/jobs` are those that OPERATIONS shows, and shells understand them. `tests/slurm/jobs` runs those for
+/// which it has what they need.
+#[test]
+fn job_scripts_are_those_of_the_docs_and_have_no_mistakes() {
+    let page = std::fs::read_to_string(root().join("docs/OPERATIONS.md")).unwrap();
+    let mut scripts: Vec<PathBuf> =
+        std::fs::read_dir(root().join("docs/examples/jobs")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    scripts.sort();
+    let shown: Vec<&str> = page.split("```sh\n").skip(1).filter_map(|block| block.split("```").next()).collect();
+    let shown: Vec<&str> = shown.into_iter().filter(|block| block.starts_with("#!")).collect();
+    assert!(shown.len() == scripts.len() && scripts.len() >= 6, "{} are shown, and there are {scripts:?}", shown.len());
+    for script in &scripts {
+        let content = std::fs::read_to_string(script).unwrap();
+        assert!(shown.contains(&&*content), "OPERATIONS does not show {}", script.display());
+        ok(harness::program("bash").arg("-n").arg(script));
+    }
+    if harness::is_installed("shellcheck") {
+        ok(harness::program("shellcheck").arg("--severity=warning").args(&scripts));
+    }
+}

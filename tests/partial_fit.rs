@@ -15,6 +15,7 @@ harness::with_few_and_many_workers! {
     the_share_that_is_stored_is_told_before_and_after,
     what_must_be_stored_and_does_not_fit_is_refused,
     a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others,
+    a_source_may_be_moved_away_and_back,
     what_fits_neither_on_drives_nor_in_memory_alone_is_read_once,
     cached_blocks_make_way_for_a_stage_in,
     room_that_becomes_free_is_used_for_blocks_that_are_not_stored,
@@ -214,9 +215,9 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
     cluster.down();
 }
 
-/// SEMANTICS: "A source must stay as it was while a dataset has blocks that are not stored. If its size or times have changed, or it is
-/// gone, reads of those blocks that no arena holds fail with `EIO` and a message that names the source; they never return other bytes. All other
-/// samples can be read. Once the source is as it was, so can these."
+/// SEMANTICS: "A source must stay as it was while a dataset has blocks that are not stored. If its size or modification time has changed, or
+/// it is gone, reads of those blocks that no arena holds fail with `EIO` and a message that names the source; they never return other bytes.
+/// All other samples can be read. Once the source is as it was, so can these."
 fn a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_no_others() {
     let (ground, lens) = (Ground::new(), vec![100_000; 600]);
     make_files(&ground.at("tree"), &lens);
@@ -253,6 +254,44 @@ fn a_source_that_changed_is_an_error_of_the_samples_that_are_not_stored_and_of_n
         }
     }
     cluster.down();
+}
+
+/// SEMANTICS: "An archive may be moved away and back, and `chmod` and `ln` change nothing; a copy in its place is another file. For files of
+/// a directory only size and modification time count."
+fn a_source_may_be_moved_away_and_back() {
+    for is_archive in [true, false] {
+        let (ground, lens) = (Ground::new(), vec![100_000; 600]);
+        make_files(&ground.at("files"), &lens);
+        if is_archive {
+            pack(&ground.at("a.tar"), &ground.at("files"), &[]);
+            fs::rename(ground.at("a.tar"), ground.at("source")).unwrap();
+        } else {
+            fs::rename(ground.at("files"), ground.at("source")).unwrap();
+        }
+        let cluster = ground.up_with(1, &["--capacity", "6MiB", "--memory", "32MiB"]);
+        cluster.ok(&["stage-in", "source", "/dayfly/d"]);
+        let view = cluster.view(0);
+        let fresh = files_in(Place::Source, &view, &lens);
+        assert!(fresh.len() > 100, "{}", fresh.len());
+        let shell = |script: &str| {
+            let done = harness::program("sh").args(["-ec", script]).current_dir(cluster.work.path()).status().unwrap();
+            assert!(done.success(), "{script}");
+        };
+        let first = if is_archive { "source".to_owned() } else { format!("source/{}", fresh[0]) };
+        shell(&format!("mv source away; chmod g+w away; mv away source; ln {first} other"));
+        let (before, after) = fresh.split_at(50);
+        for &number in before {
+            assert!(read(&view, number, lens[number]).unwrap() == content(number, lens[number]), "{number}");
+        }
+        shell("cp -rp source copy; mv source old; mv copy source");
+        for &number in after {
+            match read(&view, number, lens[number]) {
+                Ok(bytes) => assert!(!is_archive && bytes == content(number, lens[number]), "{number}"),
+                Err(error) => assert!(is_archive && error.contains("was replaced by another file"), "{number}: {error}"),
+            }
+        }
+        cluster.down();
+    }
 }
 
 fn a_source_whose_reads_fail_for_a_while_fails_only_the_samples_that_are_not_stored_and_only_so_long() {

@@ -398,7 +398,7 @@ fn the_rate_limit_holds() {
     let cluster = ground.up(2);
     let start = Instant::now();
     cluster.ok(&["stage-in", "--max-rate", "4MB", "tree", "/dayfly/x"]);
-    // Each node that can read has a share of the rate. What a node does not use of its share is not given to other nodes.
+    // Each node that reads has a share of the rate. What it does not use of its share is not given to other nodes.
     assert!(start.elapsed() > Duration::from_millis(800), "{:?}", start.elapsed());
     cluster.down();
 }

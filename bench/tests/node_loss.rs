@@ -10,7 +10,7 @@ use std::process::Command;
 fn killed(rate: u32, longest_ms: u32, errors: u32) -> String {
     format!(
         r#"{{"row": "killed", "part": "three", "reference": 100}}
-{{"row": "killed", "part": "four", "rate": {rate}, "whole": 90, "epoch_origins": 0.5, "origins": 1.0, "servers_origins": 1.0, "later_origins": 0, "errors": {errors}, "wrong": 0, "longest_ms": {longest_ms}, "not_recovered": 0}}
+{{"row": "killed", "part": "four", "rate": {rate}, "whole": 90, "recovered_rate": 95, "epoch_origins": 0.5, "origins": 1.0, "servers_origins": 1.0, "later_origins": 0, "errors": {errors}, "wrong": 0, "longest_ms": {longest_ms}, "not_recovered": 0}}
 "#
     )
 }

@@ -38,9 +38,11 @@ pub const TAR_PADDING_LEN_MAX: usize = 16 << 20;
 /// Length of the global extended headers of a tar. Workers pass them on together with their
 /// position in the archive.
 pub const TAR_GLOBALS_LEN_MAX: usize = 16 << 10;
-/// Memory that a decoder may take for its window, for xz and zstd alike: `xz -9` needs 65 MiB,
+/// Memory that a decoder may take for its window, for xz and zstd alike, if a stage-in does not allow more: `xz -9` needs 65 MiB,
 /// `zstd --long=27` 128 MiB.
-pub const DECODER_MEMORY_MAX: u64 = 256 << 20;
+pub const DECODER_MEMORY_DEFAULT: u64 = 256 << 20;
+/// The most that a stage-in may allow: the largest window of xz. That of zstd is half as large.
+pub const DECODER_MEMORY_MAX: u64 = 4 << 30;
 
 /// Sources of one stage-in, all of which the coordinator holds in memory. The same bound applies to
 /// the paths that a glob has found and has yet to look at.
@@ -480,6 +482,8 @@ pub const SHARED_COPY_INTERVAL: Duration = Duration::from_millis(5);
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);
 /// The kernel closes a silent connection after this many probes without an answer.
 pub const KEEP_ALIVE_PROBES: u32 = 3;
+/// The kernel closes a connection whose other end has answered nothing for this long, also if bytes wait to be confirmed.
+pub const KEEP_ALIVE_MAX: Duration = KEEP_ALIVE_INTERVAL.saturating_mul(1 + KEEP_ALIVE_PROBES);
 /// How many times a client that waits for its server looks at the heartbeat before the heartbeat's deadline passes.
 pub const HEARTBEAT_POLLS: u32 = 20;
 /// A deadlocked server ends itself after `--lost-after`, but not before this.

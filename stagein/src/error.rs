@@ -6,7 +6,7 @@ use std::io;
 use std::path::PathBuf;
 
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
+use dayfly_meta::limits::{DECODER_MEMORY_MAX, SAMPLE_SIZE_MAX, SOURCE_PATHS_LEN_MAX, SOURCES_MAX};
 use dayfly_meta::text::show_bytes;
 
 /// The advice that ends some messages. It is left out of the notes about what `--keep-going`
@@ -140,16 +140,20 @@ pub enum StageInError {
     },
     /// The decoder of an archive would need too much memory.
     #[error(
-        "'{}' was compressed with so large a window that its decoder needs more than {} of memory; compress it again with a \
+        "'{}' was compressed with so large a window{} that its decoder needs more than {} of memory; {}compress it again with a \
          smaller one, as 'zstd -19' and 'xz -6' do{KEEP_GOING_ADVICE}",
-        path.display(), show_bytes(*memory_max)
+        path.display(), show_window(*window), show_bytes(*memory_max), more_memory_advice(*window, *memory_max, *is_nested)
     )]
     WindowTooLarge {
         /// Path of the archive. For an archive within an archive, it begins with the outer
         /// archive's path.
         path: PathBuf,
+        /// The window in bytes, if it is known. 0 stands for unknown.
+        window: u64,
         /// How many bytes a decoder may take.
         memory_max: u64,
+        /// Whether the archive, or what cannot be decoded, lies in another archive.
+        is_nested: bool,
     },
     /// A zip uses a feature that this version cannot unpack.
     #[error(
@@ -313,6 +317,20 @@ pub(crate) fn is_of_system(error: &io::Error) -> bool {
         };
     }
     false
+}
+
+fn show_window(window: u64) -> String {
+    if (1..=DECODER_MEMORY_MAX).contains(&window) { format!(" ({})", show_bytes(window)) } else { String::new() }
+}
+
+fn more_memory_advice(window: u64, memory_max: u64, is_nested: bool) -> String {
+    // zstd knows only powers of 2.
+    match window.max(memory_max + 1).checked_next_power_of_two() {
+        Some(wanted) if !is_nested && wanted <= DECODER_MEMORY_MAX => {
+            format!("allow decoders more with --decoder-memory {}MiB, or ", wanted >> 20)
+        }
+        _ => String::new(),
+    }
 }
 
 /// Returns whether a decoder reported that it may not take as much memory as it needs.

@@ -124,7 +124,7 @@
 //!     placement: Arc::new(Placement::new(7, &[Member { node: NodeId(0), capacity: 1 << 30 }])),
 //!     selection: &selection,
 //!     seed: 7,
-//!     decoders: DecoderLimits { threads: 1, ahead_len: 1 << 20 },
+//!     decoders: DecoderLimits { threads: 1, ahead_len: 1 << 20, memory_max: 256 << 20 },
 //!     suspect_paths: Arc::default(),
 //!     stored_share: None,
 //! };

@@ -13,8 +13,8 @@
 //!
 //! # Invariants
 //!
-//! - The version of a source is compared with the catalog before and after each read. The version of a file in a tree is its
-//!   size and modification time, and that of any other source also its change time and inode.
+//! - A source is compared with the catalog before each read, by size and modification time, and by its inode if it is no file
+//!   in a tree. After the read, they must be the same as before.
 //! - The version cannot show every change, so the caller compares the bytes with the catalog's checksums before anyone else
 //!   sees them. [`check`] does this for a whole block.
 //! - A read of a tree never follows a symlink, and never leaves the tree. Nothing that has taken the place of a file, such as
@@ -45,7 +45,7 @@ pub use error::OriginError;
 pub use files::{FileState, SharedFiles, SourceFiles, SystemFiles};
 pub use stream::{Streamed, is_streamable};
 
-use open_files::OpenFiles;
+use open_files::{OpenFiles, Opened};
 use record::{Extent, SampleRange, unpack_sparse, unpack_zip, unpack_zip_bytes};
 use target::Target;
 
@@ -242,7 +242,7 @@ impl<F: SourceFiles> OriginReader<F> {
     fn with_file(&self, target: &Target, read: &mut dyn FnMut(&F::File) -> Result<(), OriginError>) -> Result<(), OriginError> {
         let mut attempt = |is_last: bool| {
             let (opened, was_kept) = self.open.open(&self.files, target);
-            let result = opened.and_then(|file| self.read_checked(target, &file, read));
+            let result = opened.and_then(|file| self.read_checked(target, (&file, was_kept), read));
             let error = match result {
                 Ok(()) => return Ok(true),
                 Err(error) => error,
@@ -261,16 +261,21 @@ impl<F: SourceFiles> OriginReader<F> {
     fn read_checked(
         &self,
         target: &Target,
-        file: &F::File,
+        (opened, was_kept): (&Opened<F::File>, bool),
         read: &mut dyn FnMut(&F::File) -> Result<(), OriginError>,
     ) -> Result<(), OriginError> {
+        let file = &opened.file;
         let state = || self.files.state(file).map_err(|error| OriginError::io(&target.path, 0, error));
         let before = state()?;
         target.check(&before)?;
+        if was_kept && opened.state.is_some_and(|at_first| at_first != before) {
+            // Its change time is another one: something else may have taken its place, which the caller finds out.
+            return Err(target.changed("it was moved, replaced or removed"));
+        }
         let result = read(file);
         // A change explains a short read or malformed bytes better than these do.
         let may_be_due_to_a_change = matches!(result, Ok(()) | Err(OriginError::ShortRead { .. } | OriginError::Damaged { .. }));
-        if may_be_due_to_a_change && state()? != before {
+        if may_be_due_to_a_change && !state()?.has_content_of(&before) {
             return Err(target.changed("it changed while it was being read"));
         }
         result

@@ -19,7 +19,6 @@ use std::io::{Read, Seek};
 use std::path::Path;
 
 use dayfly_meta::catalog::{Compression, SourceKind};
-use dayfly_meta::limits::DECODER_MEMORY_MAX;
 
 use crate::StageInError;
 use crate::error::{exceeds_memory, is_of_system};
@@ -34,8 +33,9 @@ const ARCHIVE_ENDINGS: [&str; 20] = [
 /// so a zip is unpacked only if its name says so.
 const ZIP_ENDINGS: [&str; 5] = [".zip", ".whl", ".egg", ".jar", ".cbz"];
 
-/// Determines the kind and compression of the regular file at `path`. Within a tree, an empty tar is no archive, as in an archive.
-pub(crate) fn classify(path: &Path, is_in_tree: bool) -> Result<(SourceKind, Compression), StageInError> {
+/// Determines the kind and compression of the regular file at `path`. Within a tree, an empty tar is no archive, as in an archive. A
+/// decoder takes at most `decoder_memory` bytes.
+pub(crate) fn classify(path: &Path, is_in_tree: bool, decoder_memory: u64) -> Result<(SourceKind, Compression), StageInError> {
     let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
     let mut file = File::open(path).map_err(unreadable)?;
     let mut start = Vec::with_capacity(tar::BLOCK_LEN);
@@ -48,12 +48,15 @@ pub(crate) fn classify(path: &Path, is_in_tree: bool) -> Result<(SourceKind, Com
     let compression = compressed::recognize(&start);
     if compression != Compression::None {
         file.rewind().map_err(unreadable)?;
-        let mut decoder = compressed::decoder(compression, file).map_err(unreadable)?;
+        let mut decoder = compressed::Decoded::new(compressed::decoder(compression, file, decoder_memory).map_err(unreadable)?);
         let mut unpacked = Vec::with_capacity(tar::BLOCK_LEN);
         decoder.by_ref().take(tar::BLOCK_LEN as u64).read_to_end(&mut unpacked).map_err(|error| {
             let (path, offset, reason) = (path.to_owned(), unpacked.len() as u64, error.to_string());
             match is_of_system(&error) {
-                _ if exceeds_memory(&error) => StageInError::WindowTooLarge { path, memory_max: DECODER_MEMORY_MAX },
+                _ if exceeds_memory(&error) => {
+                    let window = compressed::window_len(compression, &start);
+                    StageInError::WindowTooLarge { path, window, memory_max: decoder_memory, is_nested: false }
+                }
                 true => StageInError::ReadAt { path, offset, is_decompressed: true, error },
                 false => StageInError::Damaged { path, offset, is_decompressed: true, reason },
             }

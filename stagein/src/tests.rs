@@ -11,6 +11,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::Compression;
+use dayfly_meta::limits::DECODER_MEMORY_DEFAULT;
 use dayfly_meta::wire::control::Selection;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -213,7 +214,8 @@ fn fuzz_decoders() {
     fuzz(&corpus, |bytes| {
         for compression in all {
             let mut unpacked = Vec::new();
-            let _ = decoder(compression, bytes).map(|decoder| decoder.take(UNPACKED_MAX).read_to_end(&mut unpacked));
+            let _ = decoder(compression, bytes, DECODER_MEMORY_DEFAULT)
+                .map(|decoder| decoder.take(UNPACKED_MAX).read_to_end(&mut unpacked));
             crate::source::compressed::inspect(compression, bytes);
         }
     });

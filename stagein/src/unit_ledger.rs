@@ -16,6 +16,7 @@
 //! The ledger is a plain state machine without locks, clocks or I/O, apart from reading units back
 //! from the queue's temporary file. The coordinator holds it in a mutex.
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use dayfly_meta::id::NodeId;
@@ -36,6 +37,8 @@ pub struct UnitLedger {
     chains: HashMap<u32, RangeChain>,
     /// Units that a worker is reading, by ticket.
     assigned: BTreeMap<u32, Assignment>,
+    /// How many of these each node has. Nodes without any are not listed.
+    assigned_by_node: HashMap<NodeId, usize>,
     /// What each node has finished, by node. Ranges that have no verdict yet are not included.
     finished: HashMap<NodeId, Vec<Finished>>,
     /// Units of lost nodes. They are assigned before those that wait.
@@ -125,6 +128,7 @@ impl UnitLedger {
             retries: VecDeque::new(),
             chains,
             assigned: BTreeMap::new(),
+            assigned_by_node: HashMap::new(),
             finished: HashMap::new(),
             redone: VecDeque::new(),
             last_ticket: 0,
@@ -134,9 +138,11 @@ impl UnitLedger {
         }
     }
 
-    /// Returns the number of all units, whatever their state.
-    pub fn units(&self) -> usize {
-        self.waiting.len()
+    /// Returns how many of `nodes` nodes read at the same time: those that have units, and others as far as units wait for them.
+    pub fn readers(&self, nodes: usize) -> usize {
+        let busy = self.assigned_by_node.len();
+        let waiting = self.waiting.left() + self.retries.len() + self.redone.len();
+        (busy + waiting).min(nodes)
     }
 
     /// Takes note that a worker asks for units, after its report of those that it has finished. So
@@ -230,7 +236,20 @@ impl UnitLedger {
         unit.ticket = self.last_ticket;
         self.turns.entry(worker).or_default().tickets.push(unit.ticket);
         self.assigned.insert(unit.ticket, Assignment { worker, source: unit.source, what });
+        *self.assigned_by_node.entry(worker.node).or_default() += 1;
         unit
+    }
+
+    /// Takes an assigned unit from its worker.
+    fn unassign(&mut self, ticket: u32) -> Option<Assignment> {
+        let assignment = self.assigned.remove(&ticket)?;
+        if let Entry::Occupied(mut of_node) = self.assigned_by_node.entry(assignment.worker.node) {
+            *of_node.get_mut() -= 1;
+            if *of_node.get() == 0 {
+                of_node.remove();
+            }
+        }
+        Some(assignment)
     }
 
     /// Assigns all units of a lost node again: those that its workers were reading, and those that they had finished.
@@ -249,7 +268,8 @@ impl UnitLedger {
 
     /// Takes assigned units from their workers, to assign them again.
     fn take_back(&mut self, tickets: &[u32]) {
-        for Assignment { source, what, .. } in tickets.iter().filter_map(|ticket| self.assigned.remove(ticket)) {
+        for ticket in tickets {
+            let Some(Assignment { source, what, .. }) = self.unassign(*ticket) else { continue };
             match what {
                 Assigned::Unit(index) => self.redone.push_back(Finished::Unit(index)),
                 Assigned::RangeAgain(index, start) => self.redone.push_back(Finished::Range(source, index, start)),
@@ -261,7 +281,7 @@ impl UnitLedger {
     /// Records the report of a finished unit. A report for an unknown ticket is ignored.
     pub fn record(&mut self, report: UnitReport) -> Verdict {
         let mut verdict = Verdict::default();
-        let Some(Assignment { worker: WorkerId { node, .. }, source, what }) = self.assigned.remove(&report.ticket) else {
+        let Some(Assignment { worker: WorkerId { node, .. }, source, what }) = self.unassign(report.ticket) else {
             return verdict;
         };
         if report.withdrawn {
@@ -422,6 +442,28 @@ mod tests {
     }
 
     #[test]
+    fn nodes_without_units_are_no_readers_once_no_units_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut ledger = ledger(folder.path());
+        let workers = [(0, 0), (0, 1), (1, 0)].map(|(node, number)| WorkerId { node: NodeId(node), number });
+        // There are two units.
+        assert_eq!((ledger.readers(1), ledger.readers(4)), (1, 2));
+        let first = assigned(&mut ledger, workers[0]);
+        assert_eq!(ledger.readers(4), 2, "one unit waits for another node");
+        let second = assigned(&mut ledger, workers[1]);
+        assert_eq!(ledger.readers(4), 1, "both are on one node");
+        ledger.record(report(&first[0]));
+        assert_eq!(ledger.readers(4), 1);
+        ledger.lose(NodeId(0));
+        assert_eq!(ledger.readers(4), 2, "both wait again");
+        let [first, _] = [workers[2], workers[0]].map(|worker| assigned(&mut ledger, worker));
+        assert_eq!(ledger.readers(4), 2);
+        ledger.record(report(&first[0]));
+        ledger.record(report(&second[0]));
+        assert_eq!(ledger.readers(4), 1, "a report from before the loss changes nothing");
+    }
+
+    #[test]
     fn units_whose_answer_was_lost_are_assigned_again_and_count_once() {
         let folder = tempfile::tempdir().unwrap();
         let mut ledger = ledger(folder.path());
@@ -442,6 +484,8 @@ mod tests {
         for unit in units.iter().chain(&others) {
             assert_eq!(ledger.record(report(unit)).accepted.len(), 1);
         }
+        // Nobody reads anymore.
+        assert_eq!(ledger.readers(2), 0);
         // A request that arrives after a later one takes nothing back.
         ledger.begin_turn(workers[0], 3).unwrap();
         assert_eq!(ledger.begin_turn(workers[0], 2), None);

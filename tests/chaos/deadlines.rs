@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::limits::START_TIMEOUT;
+use dayfly_meta::limits::{KEEP_ALIVE_MAX, START_TIMEOUT};
 
 use crate::chaos::launch::RECOVERY_TIMEOUT;
 use crate::chaos::schedule::EPOCHS;
@@ -84,6 +84,13 @@ pub(crate) fn of_outage() -> Duration {
 pub(crate) fn aftermath() -> Duration {
     let deadlines = deadlines();
     (deadlines.peer_lost + deadlines.request + deadlines.redial) * 2 + SLACK / 5
+}
+
+/// Returns the time within which servers give up everything that readers left, and connections to peers that vanished.
+pub(crate) fn of_leftovers(may_peers_vanish: bool) -> Duration {
+    // Without this, each peer closes its connections, or its kernel does.
+    let vanished = if may_peers_vanish { KEEP_ALIVE_MAX } else { Duration::ZERO };
+    aftermath() * 2 + vanished
 }
 
 /// Converts a time of the schedule to a duration. Times of the schedule are in permille of the deadline after which a peer is lost.

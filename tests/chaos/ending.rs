@@ -61,7 +61,7 @@ impl Run {
     /// Reads every file from every live node, except for blocks that only dead nodes have. Retries errors until the aftermath of the
     /// last fault must be over.
     fn read_everything(&mut self) -> Result<(), String> {
-        let deadline = Instant::now() + deadlines::aftermath() * 2;
+        let deadline = Instant::now() + deadlines::of_leftovers(self.network.is_some());
         let live = self.location.live_nodes();
         let expected = self.live();
         if live.len() != expected {
@@ -115,7 +115,7 @@ impl Run {
     /// Checks that the readers, which have exited, left no lease, no request and no descriptor in the servers.
     fn is_settled(&mut self) -> Result<(), String> {
         let datasets = self.visible.len().saturating_sub(self.datasets_before);
-        let deadline = Instant::now() + deadlines::aftermath() * 2;
+        let deadline = Instant::now() + deadlines::of_leftovers(self.network.is_some());
         loop {
             let excess: Vec<String> = self.unsettled(datasets)?;
             if excess.is_empty() {

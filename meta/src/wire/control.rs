@@ -5,7 +5,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 use super::status::{Policy, Status};
 pub use crate::catalog::Grouping;
 use crate::id::NodeId;
-use crate::limits::{NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
+use crate::limits::{DECODER_MEMORY_DEFAULT, DECODER_MEMORY_MAX, NOTE_LEN_MAX, NOTES_SHOWN_MAX, SKIPPED_SHOWN_MAX};
 
 /// A command that a client sends on its connection to the server.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq)]
@@ -95,6 +95,15 @@ pub struct Selection {
     /// Whether members that cannot be read are left out and reported, instead of ending the
     /// stage-in.
     pub keep_going: bool,
+    /// Bytes of memory that a decoder may take; `None` for the default.
+    pub decoder_memory: Option<u64>,
+}
+
+impl Selection {
+    /// Returns how many bytes of memory the decoder of an archive that is a source may take.
+    pub fn decoder_memory_max(&self) -> u64 {
+        self.decoder_memory.map_or(DECODER_MEMORY_DEFAULT, |wanted| wanted.min(DECODER_MEMORY_MAX))
+    }
 }
 
 /// How a path conflict is resolved. In a path conflict, several sources of one pattern or list
@@ -309,6 +318,8 @@ pub struct Counts {
     pub unmarked_ends: u64,
     /// Archives whose end marks other archives follow, which are left out.
     pub followed_ends: u64,
+    /// Archives in which bytes that are not compressed follow the stream, which are left out.
+    pub trailed_streams: u64,
     /// Members left out because they cannot be read (`--keep-going`).
     pub skipped: u64,
     /// The first few skipped members, as text with a reason.
@@ -353,6 +364,7 @@ impl Counts {
         self.made_relative += more.made_relative;
         self.unmarked_ends += more.unmarked_ends;
         self.followed_ends += more.followed_ends;
+        self.trailed_streams += more.trailed_streams;
         self.skipped += more.skipped;
         self.replaced += more.replaced;
         self.symlinks += more.symlinks;

@@ -24,6 +24,8 @@ use nix::unistd::{AccessFlags, access, geteuid};
 use crate::error::LaunchError;
 use crate::units::{counted, show_bytes};
 
+/// A smaller capacity is most likely a mistake, such as a missing unit, or a full drive.
+const CAPACITY_TINY: u64 = 1 << 20;
 /// The file in a session's folder that lists the session's folders in the data dirs.
 pub(crate) const LIST: &str = "data-dirs";
 /// The share of the free space that a node takes if `--capacity` is not given.
@@ -139,11 +141,18 @@ fn movable(data_dir: &Path) -> Option<String> {
 pub(crate) fn capacity(wanted: Option<u64>, data_dirs: &[PathBuf], servers: u16) -> Result<(u64, Option<String>), LaunchError> {
     let free = free_bytes(data_dirs)? / 100;
     let share = |percent: u64| free * percent / u64::from(servers);
-    let Some(wanted) = wanted else { return Ok((share(SHARE_PERCENT), None)) };
     let most = share(SHARE_PERCENT_MAX);
-    if wanted <= most {
-        return Ok((wanted, None));
+    let capacity = wanted.map_or(share(SHARE_PERCENT), |wanted| wanted.min(most));
+    if capacity < CAPACITY_TINY {
+        let warning = format!(
+            "this server may use only {} in its data dirs, which have {} free, and no real dataset fits in that; use another --data-dir, \
+             or a larger --capacity such as 10GiB",
+            show_bytes(capacity),
+            show_bytes(free * 100),
+        );
+        return Ok((capacity, Some(warning)));
     }
+    let Some(wanted) = wanted.filter(|wanted| *wanted > most) else { return Ok((capacity, None)) };
     let for_servers = if servers > 1 { format!(" for {}", counted(servers.into(), "server")) } else { String::new() };
     let warning = format!(
         "--capacity {} is more than the data dirs have: {} free{for_servers}; this server takes at most {}",

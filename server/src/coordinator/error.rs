@@ -50,6 +50,12 @@ pub(crate) enum CoordinatorError {
         show_bytes(*needed), show_bytes(*free)
     )]
     NodeTooSmallForCopies { copies: u16, node: usize, needed: u64, free: u64 },
+    #[error(
+        "--decoder-memory {} is more than the memory for stage-ins on node {node}, {}; start the session with a larger \
+         --stage-in-memory",
+        show_bytes(*wanted), show_bytes(*limit)
+    )]
+    TooMuchDecoderMemory { wanted: u64, limit: u64, node: NodeId },
     #[error("--copies {copies} needs at least {copies} nodes, and the session has {nodes}")]
     TooManyCopies { copies: u16, nodes: usize },
     #[error(

@@ -84,6 +84,9 @@ async fn run_to_end(
     if !is_normal(&request.target) {
         return Err(CoordinatorError::InvalidTarget(display(&request.target)));
     }
+    if let Some(wanted) = request.selection.decoder_memory.filter(|wanted| *wanted > context.stage_in_memory) {
+        return Err(CoordinatorError::TooMuchDecoderMemory { wanted, limit: context.stage_in_memory, node: context.node });
+    }
     let _claim = shown_as_waiting(context, events, claim(coordinator, id, &request.target, events)).await?;
     let _permit = tokio::select! {
         biased;

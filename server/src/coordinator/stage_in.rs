@@ -124,14 +124,10 @@ impl CoordinatedStageIn {
         let _ = self.all_begun.set(());
     }
 
-    /// Returns how many nodes can read at the same time: a node without a unit does not read.
-    fn readers(&self) -> usize {
-        self.participants().len().min(self.unit_ledger().units()).max(1)
-    }
-
-    /// Returns how many source bytes per second each node may read.
+    /// Returns how many source bytes per second each node may read that has units.
     pub(super) fn share_of_max_rate(&self) -> Option<u64> {
-        self.max_rate.map(|rate| rate.div_ceil(self.readers() as u64))
+        let participants = self.participants().len();
+        self.max_rate.map(|rate| rate.div_ceil(self.unit_ledger().readers(participants).max(1) as u64))
     }
 
     /// Waits until all units are finished.
@@ -462,7 +458,7 @@ mod tests {
             let state = (ledger, drives[0].clone(), plan.counts);
             let stage_in =
                 CoordinatedStageIn::new(1, state, (rivals, false), Some(12), (NodeId(0), &roster), Deadlines::default());
-            assert_eq!(stage_in.readers(), readers, "{sources} sources, {participants} nodes");
+            assert_eq!(stage_in.share_of_max_rate(), Some(12 / readers), "{sources} sources, {participants} nodes");
             if participants != 4 {
                 continue;
             }
@@ -474,10 +470,9 @@ mod tests {
                 changed.apply(&RosterChange { epoch: 1, coordinator: 0, members: vec![(2, change)] });
                 assert_eq!((stage_in.lost(&roster), stage_in.lost(&changed)), (vec![], vec![NodeId(2)]));
             }
-            assert_eq!(stage_in.share_of_max_rate(), Some(12 / readers as u64));
             stage_in.set_all_begun();
             assert!(stage_in.go_on_without(NodeId(2)));
-            let left = readers.min(3) as u64;
+            let left = readers.min(3);
             assert_eq!(stage_in.share_of_max_rate(), Some(12 / left), "the others may read what the lost node would have");
             stage_in.set_needs_all_parts();
             assert!(!stage_in.publish_without(NodeId(1)) && stage_in.participants().len() == 3);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dayfly_meta::checksum::Mismatch;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, NodeId};
-use dayfly_meta::path::display;
+use dayfly_meta::path::{display, join};
 
 use crate::arena::LoadFailure;
 use crate::blocking::JobLost;
@@ -87,24 +87,25 @@ impl From<PeerError> for ReadError {
     }
 }
 
-/// Names a chunk for the user by its block, and by the sample and dataset that the block belongs to.
+/// Names a chunk for the user by its block, and by a path of the sample that the block belongs to.
 #[derive(Clone, Debug)]
 pub(crate) struct ChunkName {
     block: BlockId,
-    sample: u32,
-    target: Vec<u8>,
+    path: Vec<u8>,
 }
 
 impl ChunkName {
     pub(super) fn new(dataset: &Dataset, chunk: Chunk) -> Self {
-        let sample = dataset.catalog().block(chunk.block).map_or(0, |(sample, _)| sample.0);
-        Self { block: chunk.block, sample, target: dataset.target().to_vec() }
+        let catalog = dataset.catalog();
+        let entry = catalog.block(chunk.block).and_then(|(sample, _)| catalog.entry_of(sample));
+        let below = entry.map_or_else(Vec::new, |entry| catalog.path(&entry));
+        Self { block: chunk.block, path: join(dataset.target(), &below) }
     }
 }
 
 impl fmt::Display for ChunkName {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(formatter, "block {} (sample {} of '{}')", self.block.0, self.sample, display(&self.target))
+        write!(formatter, "block {} of '{}'", self.block.0, display(&self.path))
     }
 }
 

@@ -78,11 +78,16 @@ fn work(
     let (context, memory) = (&stage_in.context, stage_in.memory);
     let runs = RunWriter::new(Box::new(move || drive.unnamed_file()), memory.run_len);
     let sink = NodeSink::new(stage_in.clone(), memory.batches, Handle::current())?;
+    let decoder_memory_max = stage_in.selection.decoder_memory_max();
     let config = WorkerConfig {
         placement,
         selection: &stage_in.selection,
         seed: stage_in.seed,
-        decoders: DecoderLimits { threads: context.decoders, ahead_len: memory.decoded_ahead_len },
+        decoders: DecoderLimits {
+            threads: context.decoders,
+            ahead_len: memory.decoded_ahead_len,
+            memory_max: decoder_memory_max,
+        },
         suspect_paths: stage_in.suspect_paths.clone(),
         stored_share: stage_in.stored_share,
     };

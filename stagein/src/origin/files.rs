@@ -24,6 +24,15 @@ pub struct FileState {
     pub is_file: bool,
 }
 
+impl FileState {
+    /// Returns whether the two may have the same bytes. The change time also changes when a file is moved or gets another mode.
+    pub(super) fn has_content_of(&self, other: &Self) -> bool {
+        let content =
+            |state: &Self| (state.version.size, state.version.mtime_s, state.version.mtime_ns, state.inode, state.is_file);
+        content(self) == content(other)
+    }
+}
+
 /// Access to the file system that the sources lie on. Tests decorate it to count reads and to make them fail.
 pub trait SourceFiles: Send + Sync {
     /// An open file or directory.

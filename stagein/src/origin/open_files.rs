@@ -7,12 +7,19 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::error::OriginError;
-use super::files::SourceFiles;
+use super::files::{FileState, SourceFiles};
 use super::target::Target;
+
+/// An open file or directory.
+pub(super) struct Opened<T> {
+    pub(super) file: T,
+    /// What a source looked like when it was opened; `None` for a file or the root of a tree.
+    pub(super) state: Option<FileState>,
+}
 
 /// The descriptors kept, by the path of the source. The one that was used last is at the end.
 pub(super) struct OpenFiles<T> {
-    kept: Mutex<Vec<(Vec<u8>, Arc<T>)>>,
+    kept: Mutex<Vec<(Vec<u8>, Arc<Opened<T>>)>>,
     max: usize,
 }
 
@@ -22,12 +29,19 @@ impl<T> OpenFiles<T> {
     }
 
     /// Returns the target's file, and whether a descriptor from an earlier read was used, of the file or of its tree's root.
-    pub(super) fn open<F: SourceFiles<File = T>>(&self, files: &F, target: &Target) -> (Result<Arc<T>, OriginError>, bool) {
+    pub(super) fn open<F: SourceFiles<File = T>>(
+        &self,
+        files: &F,
+        target: &Target,
+    ) -> (Result<Arc<Opened<T>>, OriginError>, bool) {
         let path = Path::new(OsStr::from_bytes(&target.source_path));
         let (opened, was_kept) = match self.find(&target.source_path) {
             Some(kept) => (kept, true),
             None => {
-                let opened = if target.below.is_some() { files.open_directory(path) } else { files.open(path) };
+                let opened = match target.below {
+                    Some(_) => files.open_directory(path).map(|file| Opened { file, state: None }),
+                    None => files.open(path).and_then(|file| Ok(Opened { state: Some(files.state(&file)?), file })),
+                };
                 let opened = match opened {
                     Ok(opened) => Arc::new(opened),
                     Err(error) => return (Err(OriginError::io(path, 0, error)), false),
@@ -37,8 +51,11 @@ impl<T> OpenFiles<T> {
             }
         };
         let Some(below) = &target.below else { return (Ok(opened), was_kept) };
-        let file = files.open_below(&opened, Path::new(OsStr::from_bytes(below)));
-        (file.map(Arc::new).map_err(|error| OriginError::io(&target.path, 0, error)), was_kept)
+        let file = files.open_below(&opened.file, Path::new(OsStr::from_bytes(below)));
+        (
+            file.map(|file| Arc::new(Opened { file, state: None })).map_err(|error| OriginError::io(&target.path, 0, error)),
+            was_kept,
+        )
     }
 
     /// Closes the descriptor of the target's source, once no other thread reads it.
@@ -46,14 +63,14 @@ impl<T> OpenFiles<T> {
         self.lock().retain(|(path, _)| *path != target.source_path);
     }
 
-    fn find(&self, path: &[u8]) -> Option<Arc<T>> {
+    fn find(&self, path: &[u8]) -> Option<Arc<Opened<T>>> {
         let mut kept = self.lock();
         let at = kept.iter().position(|(other, _)| other == path)?;
         kept[at..].rotate_left(1);
         kept.last().map(|(_, file)| file.clone())
     }
 
-    fn keep(&self, path: &[u8], file: &Arc<T>) {
+    fn keep(&self, path: &[u8], file: &Arc<Opened<T>>) {
         let mut kept = self.lock();
         // Another thread may have opened the same source meanwhile.
         kept.retain(|(other, _)| other != path);
@@ -63,7 +80,7 @@ impl<T> OpenFiles<T> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Vec<u8>, Arc<T>)>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<(Vec<u8>, Arc<Opened<T>>)>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -15,7 +15,7 @@ use dayfly_meta::catalog::{Catalog, Compression, Place};
 use dayfly_meta::checksum;
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::id::{BlockId, SampleId};
-use dayfly_meta::limits::{BLOCK_SIZE_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH};
+use dayfly_meta::limits::{BLOCK_SIZE_MAX, DECODER_MEMORY_MAX, ORIGIN_ATTEMPTS_MAX, ORIGIN_PAUSE, ORIGIN_PAUSE_GROWTH};
 
 use super::OriginReader;
 use super::error::OriginError;
@@ -76,7 +76,8 @@ impl<F: SourceFiles> OriginReader<F> {
         let (read, failure) = (AtomicU64::new(0), Mutex::new(None));
         let extent = Extent::new(&self.files, &file, &target.path, 0..before.version.size);
         let input = Input { extent, path: &target.path, read: &read, failure: &failure };
-        let result = decoder(compression, input).map_err(StreamError::Unpack).and_then(|reader| {
+        // As much memory as the stage-in may have allowed: this is the archive that it read.
+        let result = decoder(compression, input, DECODER_MEMORY_MAX).map_err(StreamError::Unpack).and_then(|reader| {
             let mut unpacked = Unpacked { reader, position: 0, read: &read, reported: 0, take };
             blocks.iter().try_for_each(|&block| unpacked.pass_block(catalog, block))
         });
@@ -93,7 +94,7 @@ impl<F: SourceFiles> OriginReader<F> {
         if let Some(failure) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(failure);
         }
-        match self.files.state(&file).map_err(io)? == before {
+        match self.files.state(&file).map_err(io)?.has_content_of(&before) {
             true => Err(error),
             false => Err(target.changed("it changed while it was being read")),
         }

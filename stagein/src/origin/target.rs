@@ -79,15 +79,14 @@ impl Target {
         }
     }
 
-    /// Compares an open file with what was staged in.
+    /// Compares an open file with what was staged in. Its change time does not count: it is another one once the file has been moved
+    /// away and back, and checksums show what size and modification time do not.
     pub(super) fn check(&self, found: &FileState) -> Result<(), OriginError> {
-        let Version { size, mtime_s, mtime_ns, ctime_s, ctime_ns } = found.version;
+        let Version { size, mtime_s, mtime_ns, .. } = found.version;
         let (expected_size, same_mtime, same_inode) = match self.expected {
-            Expected::Source { version, inode } => (
-                version.size,
-                (mtime_s, mtime_ns) == (version.mtime_s, version.mtime_ns),
-                (ctime_s, ctime_ns) == (version.ctime_s, version.ctime_ns) && (inode == 0 || inode == found.inode),
-            ),
+            Expected::Source { version, inode } => {
+                (version.size, (mtime_s, mtime_ns) == (version.mtime_s, version.mtime_ns), inode == 0 || inode == found.inode)
+            }
             Expected::TreeFile { mtime_s: s, mtime_ns: ns } => (self.size, (mtime_s, mtime_ns) == (s, ns), true),
         };
         if !found.is_file {
@@ -99,7 +98,7 @@ impl Target {
         if !same_mtime {
             return Err(self.changed("it was modified"));
         }
-        if same_inode { Ok(()) } else { Err(self.changed("it was replaced, or its metadata changed")) }
+        if same_inode { Ok(()) } else { Err(self.changed("it was replaced by another file")) }
     }
 
     pub(super) fn changed(&self, what: &str) -> OriginError {

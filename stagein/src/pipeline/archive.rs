@@ -6,7 +6,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use dayfly_meta::catalog::{Compression, Member, MemberKey, MemberKind, Place, Version};
-use dayfly_meta::limits::{DECODER_MEMORY_MAX, NESTED_DECODER_MEMORY_MAX, SYMLINK_LEN_MAX};
+use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, SYMLINK_LEN_MAX};
 use dayfly_meta::path::{display, join};
 
 use super::{Sink, Unit, Worker};
@@ -32,12 +32,15 @@ pub(super) struct Archive<'a> {
     pub(super) depth: usize,
     /// Whether offsets in this archive are counted after decompression.
     pub(super) is_decompressed: bool,
+    /// Bytes of memory that its decoder may take.
+    pub(super) decoder_memory: u64,
 }
 
 impl<'a> Archive<'a> {
     /// Returns the archive that is the source of a unit.
-    pub(super) fn of_unit(unit: &'a Unit, path: &Path, is_decompressed: bool) -> Self {
-        Self { source: unit.source, path: path.to_owned(), prefix: &unit.prefix, inner: Vec::new(), depth: 0, is_decompressed }
+    pub(super) fn of_unit(unit: &'a Unit, path: &Path, is_decompressed: bool, decoder_memory: u64) -> Self {
+        let (path, prefix) = (path.to_owned(), &unit.prefix[..]);
+        Self { source: unit.source, path, prefix, inner: Vec::new(), depth: 0, is_decompressed, decoder_memory }
     }
 
     /// Returns the error for damage in this archive.
@@ -46,11 +49,17 @@ impl<'a> Archive<'a> {
         StageInError::Damaged { path, offset, is_decompressed, reason: reason.to_string() }
     }
 
+    /// Returns the error for what a decoder needs too much memory for: this archive, or a member of it.
+    pub(super) fn window_too_large(&self, path: PathBuf) -> StageInError {
+        let is_member = path != self.path;
+        let memory_max = if is_member { NESTED_DECODER_MEMORY_MAX } else { self.decoder_memory };
+        StageInError::WindowTooLarge { path, window: 0, memory_max, is_nested: is_member || self.depth > 0 }
+    }
+
     /// Returns the error for bytes of this archive that cannot be read or decoded.
     pub(super) fn unreadable(&self, offset: u64, error: io::Error) -> StageInError {
         if exceeds_memory(&error) {
-            let memory_max = if self.depth == 0 { DECODER_MEMORY_MAX } else { NESTED_DECODER_MEMORY_MAX };
-            return StageInError::WindowTooLarge { path: self.path.clone(), memory_max };
+            return self.window_too_large(self.path.clone());
         }
         if !is_of_system(&error) {
             return self.damaged(offset, error);
@@ -136,7 +145,7 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? != as_planned {
             return Err(changed());
         }
-        let archive = Archive::of_unit(unit, path, true);
+        let archive = Archive::of_unit(unit, path, true, self.decoders.memory_max);
         let (decoders, monitor) = (self.decoders, self.monitor.clone());
         std::thread::scope(|scope| {
             let input = file.try_clone().and_then(|file| decoder_threads::start(scope, compression, file, decoders, monitor));
@@ -144,7 +153,13 @@ impl<S: Sink> Worker<S> {
             let read = self.read_members(&archive, &mut tar, &mut Keys::Offset(0));
             // In a compressed stream, a checksum may follow the tar's end mark, so the stream is
             // read to its end.
-            let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(&archive, error)));
+            let read = read.and_then(|end| {
+                tar.drain().map_err(|error| self.tar_error(&archive, error))?;
+                match end.filter(|_| tar.input().has_trailing()) {
+                    Some(end) => self.note_trailing(&archive, tar.next_start(), end),
+                    None => Ok(()),
+                }
+            });
             let waited = tar.input().waited();
             self.count_reading(waited, 0);
             read
@@ -154,13 +169,13 @@ impl<S: Sink> Worker<S> {
         if is_same { Ok(()) } else { Err(changed()) }
     }
 
-    /// Reads all members of a tar, up to its end.
+    /// Reads all members of a tar, up to its end. Returns how it ends, or `None` if it is damaged up to its end.
     pub(super) fn read_members<R: Skip + Send>(
         &mut self,
         archive: &Archive<'_>,
         tar: &mut TarReader<R>,
         keys: &mut Keys,
-    ) -> Result<(), StageInError> {
+    ) -> Result<Option<End>, StageInError> {
         loop {
             if self.monitor.is_cancelled() {
                 return Err(StageInError::Cancelled);
@@ -171,13 +186,13 @@ impl<S: Sink> Worker<S> {
                     let is_followed =
                         end == End::Marked && tar.is_followed_by_archive().map_err(|error| self.tar_error(archive, error))?;
                     self.note_end(archive, end, is_followed);
-                    return Ok(());
+                    return Ok(Some(end));
                 }
                 Err(error) => {
                     let error = self.tar_error(archive, error);
                     self.skip_or_fail(error)?;
                     if !tar.resume(u64::MAX) {
-                        return Ok(());
+                        return Ok(None);
                     }
                 }
             }
@@ -196,6 +211,18 @@ impl<S: Sink> Worker<S> {
             let note = "another archive follows its end-of-archive mark, and is left out, as by tar without --ignore-zeros";
             self.unit.counts.note(&format!("'{path}': {note}; stage in the archives one by one"));
         }
+    }
+
+    /// Counts an archive in which other bytes follow the compressed stream, and adds a note. `end` says how the tar in the stream ends
+    /// at the offset `at`.
+    pub(super) fn note_trailing(&mut self, archive: &Archive<'_>, at: u64, end: End) -> Result<(), StageInError> {
+        if end == End::Unmarked {
+            let reason = "the compressed stream ends here, but not the tar in it, and bytes that are not compressed follow";
+            return Err(archive.damaged(at, reason));
+        }
+        self.unit.counts.trailed_streams += 1;
+        self.unit.counts.note(&format!("'{}': bytes that are not compressed follow, and are left out", archive.path.display()));
+        Ok(())
     }
 
     /// Takes a member of a tar. The reader is positioned at the member's data.

@@ -17,9 +17,9 @@ use super::archive::{Archive, FoundMember, Keys, nested_place};
 use super::{Sink, Worker};
 use crate::StageInError;
 use crate::selection::Decision;
-use crate::source::compressed::{decoder_within, recognize};
+use crate::source::compressed::{Decoded, decoder, recognize};
 use crate::source::plain::Skip;
-use crate::source::tar::{BLOCK_LEN, TarReader, is_tar};
+use crate::source::tar::{BLOCK_LEN, End, TarReader, is_tar};
 use crate::source::{without_archive_ending, zip};
 
 /// A stream that returns its first bytes once more, although they have already been read.
@@ -65,7 +65,8 @@ impl<S: Sink> Worker<S> {
         normalize(&full).ok()?;
         let inner = without_archive_ending(&full)?.to_vec();
         let path = archive.path.join(display(name));
-        let nested = Archive { source, path, prefix, inner, depth: depth + 1, is_decompressed: false };
+        let decoder_memory = NESTED_DECODER_MEMORY_MAX;
+        let nested = Archive { source, path, prefix, inner, depth: depth + 1, is_decompressed: false, decoder_memory };
         (!self.selector.excludes(&full)).then_some(nested)
     }
 
@@ -96,7 +97,8 @@ impl<S: Sink> Worker<S> {
         let mut rewound = Rewound(start.chain(data));
         if is_plain_tar {
             self.take_directory(archive, &found)?;
-            return self.read_nested_tar(archive, &mut TarReader::new(rewound), keys);
+            let read = self.read_nested_tar(archive, &mut TarReader::new(rewound), keys);
+            return read.map(drop).or_else(|error| self.skip_or_fail(error));
         }
         if compression != Compression::None {
             return self.take_compressed(archive, found, (size, compression), rewound, keys);
@@ -121,16 +123,23 @@ impl<S: Sink> Worker<S> {
         let mut recorder = Recorder { input, record: Vec::new(), is_on: is_on.clone() };
         let mut head = Vec::new();
         {
-            let opened = decoder_within(compression, &mut recorder, NESTED_DECODER_MEMORY_MAX).and_then(|mut decoder| {
-                decoder.by_ref().take(BLOCK_LEN as u64).read_to_end(&mut head)?;
-                Ok(decoder)
-            });
+            let opened =
+                decoder(compression, &mut recorder, NESTED_DECODER_MEMORY_MAX).map(Decoded::new).and_then(|mut decoder| {
+                    decoder.by_ref().take(BLOCK_LEN as u64).read_to_end(&mut head)?;
+                    Ok(decoder)
+                });
             match opened {
                 Err(error) => return self.skip_or_fail(archive.unreadable(0, error)),
                 Ok(mut decoder) if is_tar(&head) => {
                     is_on.store(false, Ordering::Relaxed);
                     self.take_directory(archive, &found)?;
-                    let read = self.read_nested_tar(archive, &mut TarReader::new(Rewound(head.chain(&mut *decoder))), keys);
+                    let mut tar = TarReader::new(Rewound(head.chain(&mut decoder)));
+                    let read = self.read_nested_tar(archive, &mut tar, keys);
+                    let at = tar.next_start();
+                    let read = read.and_then(|end| match end.filter(|_| decoder.has_trailing) {
+                        Some(end) => self.note_trailing(archive, at, end),
+                        None => Ok(()),
+                    });
                     return read.or_else(|error| self.skip_or_fail(error));
                 }
                 Ok(_) => {}
@@ -146,10 +155,10 @@ impl<S: Sink> Worker<S> {
         archive: &Archive<'_>,
         tar: &mut TarReader<R>,
         keys: &mut Keys,
-    ) -> Result<(), StageInError> {
-        let read = self.read_members(archive, tar, keys);
-        let read = read.and_then(|()| tar.drain().map_err(|error| self.tar_error(archive, error)));
-        read.or_else(|error| self.skip_or_fail(error))
+    ) -> Result<Option<End>, StageInError> {
+        let end = self.read_members(archive, tar, keys)?;
+        tar.drain().map_err(|error| self.tar_error(archive, error))?;
+        Ok(end)
     }
 
     /// Takes a member as a file, although it has an archive's name.

@@ -42,7 +42,7 @@ impl<S: Sink> Worker<S> {
             return Err(changed());
         }
         let mut reader = PlainReader::new(file, range.from, range.to, self.monitor.clone()).map_err(unreadable)?;
-        let archive = Archive::of_unit(unit, &path, false);
+        let archive = Archive::of_unit(unit, &path, false, self.decoders.memory_max);
         let report = match &range.start {
             Some(start) => self.read_from(&archive, range, start, &mut reader),
             None => self.search(&archive, range, &mut reader),

@@ -4,6 +4,7 @@
 mod adversary;
 mod nested;
 mod strange;
+mod trailing;
 mod unstored;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -193,7 +194,7 @@ fn run_within(
 ) -> Result<Staged, StageInError> {
     let room = sink.room.clone();
     let runs = RunWriter::new(Box::new(tempfile::tempfile), run_len);
-    let decoders = DecoderLimits { threads: 2, ahead_len: 4 << 20 };
+    let decoders = DecoderLimits { threads: 2, ahead_len: 4 << 20, memory_max: selection.decoder_memory_max() };
     let (placement, suspect_paths, stored_share) = (placement(room.len()), Arc::default(), sink.stored_share);
     let config = WorkerConfig { placement, selection, seed: 1, decoders, suspect_paths, stored_share };
     let monitor: Arc<ProgressMonitor> = Arc::default();

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use dayfly_meta::catalog::{MemberKey, MemberKind, Place};
-use dayfly_meta::limits::{NESTED_DECODER_MEMORY_MAX, SYMLINK_LEN_MAX};
+use dayfly_meta::limits::SYMLINK_LEN_MAX;
 use dayfly_meta::wire::peer::{Unit, ZipPart};
 
 use super::archive::{Archive, FoundMember, Keys, nested_place};
@@ -31,7 +31,7 @@ impl<S: Sink> Worker<S> {
         if version(&file).map_err(unreadable)? != part.version {
             return Err(changed());
         }
-        let archive = Archive::of_unit(unit, &path, false);
+        let archive = Archive::of_unit(unit, &path, false, self.decoders.memory_max);
         let records =
             Record::read_all(&part.records, part.offset, part.shift).map_err(|error| error.into_stage_in_error(&path))?;
         let again = file.try_clone().map_err(unreadable)?;
@@ -119,9 +119,7 @@ impl<S: Sink> Worker<S> {
         let mut data = data::open(reader, record).map_err(name_source)?;
         let name = dayfly_meta::path::display(&record.name);
         let damaged = |error: io::Error| match is_of_system(&error) {
-            _ if exceeds_memory(&error) => {
-                StageInError::WindowTooLarge { path: archive.path.join(&name), memory_max: NESTED_DECODER_MEMORY_MAX }
-            }
+            _ if exceeds_memory(&error) => archive.window_too_large(archive.path.join(&name)),
             true => archive.unreadable(record.local, error),
             false => archive.damaged(record.local, format_args!("'{name}': {error}")),
         };

@@ -72,7 +72,7 @@ pub fn sample_compressed(
         activity.begin(&source.path)?;
         let nothing = CompressedSamples { untold_bytes: source.version.size, ..CompressedSamples::default() };
         let found = if number < COMPRESSED_LOOKS_MAX {
-            let head = if number.is_multiple_of(step) { head(source, &selector) } else { None };
+            let head = if number.is_multiple_of(step) { head(source, &selector, selection.decoder_memory_max()) } else { None };
             head.iter().for_each(|head| all_heads.add(head));
             look(source, &head.unwrap_or(all_heads), reads_max, &activity)?.unwrap_or(nothing)
         } else {
@@ -121,11 +121,11 @@ impl Heads {
 }
 
 /// Decodes the beginning of a tar. Returns `None` if no member is found there.
-fn head(source: &Source, selector: &Selector) -> Option<Heads> {
+fn head(source: &Source, selector: &Selector, decoder_memory: u64) -> Option<Heads> {
     let (packed, unpacked) = (AtomicU64::new(0), AtomicU64::new(0));
     let file = File::open(Path::new(OsStr::from_bytes(&source.path))).ok()?;
     let input = Counted { input: file.take(COMPRESSED_HEAD_LEN), count: &packed };
-    let decoded = decoder(source.compression, input).ok()?.take(COMPRESSED_HEAD_LEN / 2);
+    let decoded = decoder(source.compression, input, decoder_memory).ok()?.take(COMPRESSED_HEAD_LEN / 2);
     let mut tar = TarReader::new(Decoded(Counted { input: decoded, count: &unpacked }));
     let mut heads = Heads::default();
     // The end of the beginning looks like a truncated archive.

@@ -109,7 +109,7 @@ impl<'a> Planner<'a> {
     fn plan_file(&mut self, path: PathBuf, prefix: Option<Vec<u8>>, metadata: &fs::Metadata) -> Result<(), StageInError> {
         let (kind, compression) = match self.selection.no_unpack {
             true => (SourceKind::File, Compression::None),
-            false => classify(&path, prefix.is_some())?,
+            false => classify(&path, prefix.is_some(), self.selection.decoder_memory_max())?,
         };
         self.plan.source_bytes = self.plan.source_bytes.saturating_add(metadata.len());
         let (version, inode) = (version_of(metadata), inode_of(&path, metadata));

@@ -32,7 +32,7 @@ pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), 
         if !metadata.is_dir() && !metadata.is_file() {
             return Err(StageInError::SpecialFile { path });
         }
-        match check_content(&path, metadata.is_dir(), selection.no_unpack || number >= CLASSIFIED_MAX) {
+        match check_content(&path, metadata.is_dir(), selection, selection.no_unpack || number >= CLASSIFIED_MAX) {
             Err(error) if !selection.keep_going || !error.is_of_source() => return Err(error),
             _ => {}
         }
@@ -40,11 +40,11 @@ pub fn check_sources(patterns: &[Vec<u8>], selection: &Selection) -> Result<(), 
     Ok(())
 }
 
-fn check_content(path: &Path, is_directory: bool, is_opened_only: bool) -> Result<(), StageInError> {
+fn check_content(path: &Path, is_directory: bool, selection: &Selection, is_opened_only: bool) -> Result<(), StageInError> {
     let unreadable = |error| StageInError::Read { path: path.to_owned(), error };
     match (is_directory, is_opened_only) {
         (true, _) => fs::read_dir(path).map(drop).map_err(unreadable),
         (false, true) => File::open(path).map(drop).map_err(unreadable),
-        (false, false) => classify(path, false).map(drop),
+        (false, false) => classify(path, false, selection.decoder_memory_max()).map(drop),
     }
 }

@@ -129,8 +129,8 @@ fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error
     }
 }
 
-/// SEMANTICS: "A decoder takes at most 256 MiB of memory, and less within an archive. If the window with which something was compressed
-/// needs more, the error says that, and does not call the archive damaged."
+/// SEMANTICS: "A decoder takes at most 256 MiB of memory, or what `--decoder-memory` says, and less within an archive. If the window with
+/// which something was compressed needs more, the error says that, and does not call the archive damaged."
 #[test]
 fn windows_that_are_too_large_are_not_called_damage() {
     let folder = tempfile::tempdir().unwrap();
@@ -153,16 +153,34 @@ fn windows_that_are_too_large_are_not_called_damage() {
         bytes
     };
     let path = folder.path().join("a.tar.x");
-    for (bytes, is_fine) in [(zstd(28), true), (zstd(29), false), (xz(30), true), (xz(34), false)] {
+    // The memory that is enough, and what the error says if it is less.
+    for (bytes, enough, advised) in [
+        (zstd(28), 256 << 20, "256MiB"),
+        (zstd(29), 512 << 20, "512MiB"),
+        (zstd(31), 2 << 30, "2048MiB"),
+        (xz(30), 128 << 20, "128MiB"),
+        (xz(35), 768 << 20, "1024MiB"),
+        (xz(39), 3 << 30, "4096MiB"),
+    ] {
         fs::write(&path, bytes).unwrap();
-        match units(&[&path], &Selection::default()) {
-            Ok(_) => assert!(is_fine),
-            Err(error) => {
-                assert!(!is_fine && matches!(error, StageInError::WindowTooLarge { .. }), "{error}");
-                assert!(error.to_string().contains("needs more than 256.0MiB of memory"), "{error}");
+        for memory in [None, Some(16 << 20), Some(enough - (2 << 20)), Some(enough), Some(4 << 30)] {
+            let is_fine = memory.unwrap_or(256 << 20) >= enough;
+            match units(&[&path], &Selection { decoder_memory: memory, ..Selection::default() }) {
+                Ok(_) => assert!(is_fine, "{advised} with {memory:?}"),
+                Err(error) => {
+                    assert!(
+                        !is_fine && matches!(error, StageInError::WindowTooLarge { .. }),
+                        "{advised} with {memory:?}: {error}"
+                    );
+                    assert!(error.to_string().contains(&format!("with --decoder-memory {advised}, or")), "{error}");
+                }
             }
         }
     }
+    // No memory is enough for this one.
+    fs::write(&path, [&[0x28, 0xb5, 0x2f, 0xfd, 0, 0xff][..], &[0; 64]].concat()).unwrap();
+    let error = units(&[&path], &Selection { decoder_memory: Some(4 << 30), ..Selection::default() }).err().unwrap().to_string();
+    assert!(!error.contains("--decoder-memory") && !error.contains("damaged"), "{error}");
 }
 
 #[test]

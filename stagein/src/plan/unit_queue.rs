@@ -75,9 +75,9 @@ impl UnitQueue {
         self.units.get(self.next).filter(|unit| unit.source_bytes <= SMALL_UNIT_BYTES_MAX).map(|unit| unit.len as usize)
     }
 
-    /// Returns the number of units, taken or not.
-    pub(crate) fn len(&self) -> usize {
-        self.units.len()
+    /// Returns the number of units that have not been taken.
+    pub(crate) fn left(&self) -> usize {
+        self.units.len() - self.next
     }
 
     /// Takes the next unit, and returns it with its index; `None` after the last.

@@ -12,10 +12,17 @@ pub(crate) mod unpacked_len;
 use std::io::{self, BufRead, BufReader, Read};
 
 use dayfly_meta::catalog::Compression;
-use dayfly_meta::limits::DECODER_MEMORY_MAX;
+
+use frames::FrameScanner;
 
 /// Bytes that a decoder reads from its input at a time.
 const READ_LEN: usize = 1 << 20;
+const GZIP_MAGIC: &[u8] = &[0x1f, 0x8b];
+const BZIP2_MAGIC: &[u8] = b"BZh";
+/// Memory that liblzma needs in addition to the dictionary.
+const XZ_MEMORY: u64 = 1 << 20;
+/// The largest window that zstd's library knows, as a power of 2.
+const ZSTD_WINDOW_LOG_MAX: u32 = 31;
 
 /// Returns the compression of a file with these first bytes.
 pub(crate) fn recognize(start: &[u8]) -> Compression {
@@ -39,13 +46,21 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
     found.map_or(Compression::None, |&(_, compression)| compression)
 }
 
-/// Returns a reader of the decompressed stream.
-pub(crate) fn decoder<'a>(compression: Compression, input: impl Read + Send + 'a) -> io::Result<Box<dyn Read + Send + 'a>> {
-    decoder_within(compression, input, DECODER_MEMORY_MAX)
+/// Returns the window in bytes that a decoder will need, according to the first bytes of the file. Returns 0 for formats whose
+/// windows are always small.
+pub(crate) fn window_len(compression: Compression, start: &[u8]) -> u64 {
+    match compression {
+        Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),
+        Compression::Zstd => FrameScanner::new(Compression::Zstd).map_or(0, |mut scanner| {
+            scanner.scan(start);
+            scanner.window()
+        }),
+        Compression::None | Compression::Gzip | Compression::Bzip2 | Compression::Lz4 => 0,
+    }
 }
 
-/// Like [`decoder`], but with a window of at most `memory_max` bytes.
-pub(crate) fn decoder_within<'a>(
+/// Returns a reader of the decompressed stream, with a window of at most `memory_max` bytes.
+pub(crate) fn decoder<'a>(
     compression: Compression,
     input: impl Read + Send + 'a,
     memory_max: u64,
@@ -54,33 +69,71 @@ pub(crate) fn decoder_within<'a>(
     Ok(match compression {
         Compression::None => Box::new(input),
         Compression::Gzip => {
-            Streams::boxed(input, |input| Ok(flate2::bufread::GzDecoder::new(input)), flate2::bufread::GzDecoder::into_inner)?
+            let open = |input| Ok(flate2::bufread::GzDecoder::new(input));
+            Streams::boxed(input, open, flate2::bufread::GzDecoder::into_inner, GZIP_MAGIC)?
         }
         Compression::Bzip2 => {
-            Streams::boxed(input, |input| Ok(bzip2::bufread::BzDecoder::new(input)), bzip2::bufread::BzDecoder::into_inner)?
+            let open = |input| Ok(bzip2::bufread::BzDecoder::new(input));
+            Streams::boxed(input, open, bzip2::bufread::BzDecoder::into_inner, BZIP2_MAGIC)?
         }
         Compression::Xz => {
-            // The limit includes memory that liblzma needs in addition to the dictionary.
-            let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + (1 << 20), liblzma::stream::CONCATENATED)?;
+            let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + XZ_MEMORY, liblzma::stream::CONCATENATED)?;
             Box::new(liblzma::bufread::XzDecoder::new_stream(input, stream))
         }
         Compression::Zstd => {
             let mut decoder = zstd::stream::read::Decoder::with_buffer(input)?;
-            decoder.window_log_max(memory_max.ilog2())?;
+            decoder.window_log_max(memory_max.max(1).ilog2().min(ZSTD_WINDOW_LOG_MAX))?;
             Box::new(decoder)
         }
         Compression::Lz4 => Box::new(Lz4Frames { frame: lz4_flex::frame::FrameDecoder::new(input) }),
     })
 }
 
+/// Bytes that begin no stream follow the last one. All streams have been read to their ends.
+#[derive(Debug, thiserror::Error)]
+#[error("bytes that belong to no compressed stream follow the last one")]
+struct Trailing;
+
+/// Returns whether a decoder reported that it has read everything, and that other bytes follow.
+fn is_trailing(error: &io::Error) -> bool {
+    error.get_ref().is_some_and(|error| error.is::<Trailing>())
+}
+
+/// Reads what a decoder decodes, up to bytes that begin no stream.
+pub(crate) struct Decoded<'a> {
+    decoder: Box<dyn Read + Send + 'a>,
+    /// Whether there are such bytes.
+    pub(crate) has_trailing: bool,
+}
+
+impl<'a> Decoded<'a> {
+    pub(crate) fn new(decoder: Box<dyn Read + Send + 'a>) -> Self {
+        Self { decoder, has_trailing: false }
+    }
+}
+
+impl Read for Decoded<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self.decoder.read(buffer) {
+            Err(error) if is_trailing(&error) => {
+                self.has_trailing = true;
+                Ok(0)
+            }
+            result => result,
+        }
+    }
+}
+
 /// Reads several streams one after another, although each decoder stops at the end of its stream.
 /// Zeros between streams and after the last one are skipped: tapes and block devices pad files with
-/// them.
+/// them. Other bytes end the streams with [`Trailing`].
 pub(super) struct Streams<R, D> {
     /// The decoder of the current stream; `None` at the end.
     decoder: Option<D>,
     open: Box<dyn Fn(R) -> io::Result<D> + Send>,
     close: fn(D) -> R,
+    /// How each stream begins.
+    magic: &'static [u8],
 }
 
 impl<'a, R: BufRead + Send + 'a, D: Read + Send + 'a> Streams<R, D> {
@@ -88,12 +141,13 @@ impl<'a, R: BufRead + Send + 'a, D: Read + Send + 'a> Streams<R, D> {
         input: R,
         open: impl Fn(R) -> io::Result<D> + Send + 'static,
         close: fn(D) -> R,
+        magic: &'static [u8],
     ) -> io::Result<Box<dyn Read + Send + 'a>>
     where
         R: 'a,
     {
         let decoder = Some(open(input)?);
-        Ok(Box::new(Self { decoder, open: Box::new(open), close }))
+        Ok(Box::new(Self { decoder, open: Box::new(open), close, magic }))
     }
 }
 
@@ -112,9 +166,14 @@ impl<R: BufRead, D: Read> Read for Streams<R, D> {
                 }
                 input.consume(zeros);
             }
-            if !input.fill_buf()?.is_empty() {
-                self.decoder = Some((self.open)(input)?);
+            let next = input.fill_buf()?;
+            if next.is_empty() {
+                break;
             }
+            if next.iter().zip(self.magic).any(|(byte, expected)| byte != expected) {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, Trailing));
+            }
+            self.decoder = Some((self.open)(input)?);
         }
         Ok(0)
     }
@@ -184,6 +243,8 @@ pub(crate) fn inspect(compression: Compression, bytes: &[u8]) {
 pub(crate) mod tests {
     use std::io::Write;
 
+    use dayfly_meta::limits::DECODER_MEMORY_DEFAULT;
+
     use super::*;
 
     pub(crate) fn compress(compression: Compression, bytes: &[u8]) -> Vec<u8> {
@@ -218,7 +279,7 @@ pub(crate) mod tests {
 
     fn unpack(compression: Compression, bytes: &[u8]) -> io::Result<Vec<u8>> {
         let mut unpacked = Vec::new();
-        decoder(compression, bytes)?.take(1 << 26).read_to_end(&mut unpacked)?;
+        decoder(compression, bytes, DECODER_MEMORY_DEFAULT)?.take(1 << 26).read_to_end(&mut unpacked)?;
         Ok(unpacked)
     }
 

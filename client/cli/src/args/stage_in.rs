@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
-use dayfly_meta::limits::COPIES_MAX;
+use dayfly_meta::limits::{COPIES_MAX, DECODER_MEMORY_MAX};
 use dayfly_meta::wire::control::Copies;
 
 use super::number;
@@ -84,6 +84,12 @@ pub(crate) struct StageInOptions {
     /// 'dayfly stage-in' then exits with 3 if anything was left out; 'dayfly run' continues.
     #[arg(long)]
     pub(crate) keep_going: bool,
+    /// Memory that the decoder of an archive may take on each node. [default: 256MiB]
+    ///
+    /// Archives that were compressed with a large window need more, such as those of 'zstd --long=31'. A node decodes one of these at
+    /// a time. At most 4GiB, and at most the session's --stage-in-memory.
+    #[arg(long, value_name = "SIZE", value_parser = decoder_memory)]
+    pub(crate) decoder_memory: Option<u64>,
     /// Read at most SIZE per second from the sources, on all nodes together, to reduce the load on
     /// the parallel file system and the nodes.
     #[arg(long, value_name = "SIZE", value_parser = size::parse_rate)]
@@ -109,6 +115,11 @@ pub(crate) struct StageInOptions {
     /// Replace the dataset at TARGET. Programs read the old one until the new one is complete.
     #[arg(long)]
     pub(crate) replace: bool,
+}
+
+fn decoder_memory(text: &str) -> Result<u64, String> {
+    let allowed = 1 << 20..=DECODER_MEMORY_MAX;
+    size::parse(text).and_then(|size| allowed.contains(&size).then_some(size).ok_or("a decoder may take 1MiB to 4GiB".to_owned()))
 }
 
 fn copies(text: &str) -> Result<Copies, String> {

@@ -115,6 +115,7 @@ fn check(arguments: &RunArguments, plan: &SessionPlan, stage_ins: &[SourceAndTar
         no_unpack: options.no_unpack,
         dereference: options.dereference,
         keep_going: options.keep_going,
+        decoder_memory: options.decoder_memory,
         ..Selection::default()
     };
     for SourceAndTarget { source, target } in stage_ins {

@@ -134,6 +134,7 @@ pub(super) fn perform(
             },
             prefix_by_source: options.prefix_by_source,
             max_directories: options.max_directories,
+            decoder_memory: options.decoder_memory,
         },
         seed: options.seed,
         replace: options.replace,

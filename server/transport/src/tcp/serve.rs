@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::NodeId;
-use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_PROBES, PEER_REQUESTS_MAX};
+use dayfly_meta::limits::{DRIVE_READERS_MAX, KEEP_ALIVE_INTERVAL, KEEP_ALIVE_MAX, KEEP_ALIVE_PROBES, PEER_REQUESTS_MAX};
 use dayfly_meta::wire::frame::Kind;
 use rustix::net::sockopt;
 use tokio::net::{TcpListener, TcpStream};
@@ -57,12 +57,14 @@ async fn accept_all(listener: TcpListener, identity: Identity, service: Arc<dyn 
 
 /// Makes the kernel close a connection whose other end vanished without closing it. Nothing else would notice, because this side
 /// only writes answers. The connection of a peer that is merely suspended stays open, because the peer's kernel answers the
-/// probes.
+/// probes, unless answers find no room there. If answers are not confirmed, the kernel does not probe, and would repeat them for a
+/// quarter of an hour.
 fn keep_alive(stream: &TcpStream) -> io::Result<()> {
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, KEEP_ALIVE_INTERVAL)?;
     sockopt::set_tcp_keepintvl(stream, KEEP_ALIVE_INTERVAL)?;
     sockopt::set_tcp_keepcnt(stream, KEEP_ALIVE_PROBES)?;
+    sockopt::set_tcp_user_timeout(stream, KEEP_ALIVE_MAX.as_millis() as u32)?;
     Ok(())
 }
 

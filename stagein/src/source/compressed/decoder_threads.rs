@@ -55,6 +55,8 @@ enum Decoded {
     /// The end of a gzip stream that was decoded in parts: the CRC-32 and the length, modulo 2^32,
     /// of everything that the stream unpacks to.
     Trailer(u32, u32),
+    /// Bytes that begin no stream follow the last one.
+    Trailing,
 }
 
 /// Limits for decoding one source.
@@ -64,6 +66,8 @@ pub struct DecoderLimits {
     pub threads: usize,
     /// Decoded bytes by which all threads together may be ahead of the worker.
     pub ahead_len: usize,
+    /// Bytes of memory that a decoder may take for its window.
+    pub memory_max: u64,
 }
 
 /// Chunks for reuse. Allocating and clearing new memory for each chunk would cost more than copying
@@ -111,6 +115,8 @@ pub(crate) struct DecodedStream<'scope, 'env> {
     /// Whether decoding has failed, which ends the stream. Later pieces may be intact, but bytes
     /// before them are missing.
     has_failed: bool,
+    /// Whether the stream has ended before the file.
+    has_trailing: bool,
 }
 
 /// Starts decoding `file` on threads of `scope`. The threads end when the stream ends or the
@@ -147,6 +153,7 @@ pub(crate) fn start<'scope, 'env>(
         monitor,
         waited: Duration::ZERO,
         has_failed: false,
+        has_trailing: false,
     })
 }
 
@@ -160,6 +167,11 @@ impl DecodedStream<'_, '_> {
     /// Returns the time that the worker had to wait for decoded bytes.
     pub(crate) fn waited(&self) -> Duration {
         self.waited
+    }
+
+    /// Returns whether bytes that begin no stream follow the last one. This is known at the end of the stream.
+    pub(crate) fn has_trailing(&self) -> bool {
+        self.has_trailing
     }
 
     /// Decodes the file again in one piece, and skips the `returned` bytes that the worker already
@@ -181,8 +193,10 @@ impl DecodedStream<'_, '_> {
     /// Takes the next output of the current piece.
     fn take(&mut self, output: Output) -> io::Result<()> {
         let Some((len, checksum)) = &mut self.independent else {
-            if let Decoded::Bytes(bytes) = output? {
-                self.set_chunk(bytes);
+            match output? {
+                Decoded::Bytes(bytes) => self.set_chunk(bytes),
+                Decoded::Trailing => self.has_trailing = true,
+                Decoded::Trailer(..) => {}
             }
             return Ok(());
         };
@@ -201,7 +215,7 @@ impl DecodedStream<'_, '_> {
             Ok(Decoded::Trailer(..)) => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, "the checksum at the end of the gzip stream does not match"))
             }
-            Err(_) => self.restart(len_before),
+            Ok(Decoded::Trailing) | Err(_) => self.restart(len_before),
         }
     }
 }
@@ -209,7 +223,7 @@ impl DecodedStream<'_, '_> {
 impl Read for DecodedStream<'_, '_> {
     fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
         while self.at == self.chunk.len() {
-            if self.has_failed {
+            if self.has_failed || self.has_trailing {
                 return Ok(0);
             }
             if self.monitor.is_cancelled() {

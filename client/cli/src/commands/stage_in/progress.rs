@@ -279,6 +279,7 @@ impl Reporter {
             (counts.made_relative, "absolute name", "absolute names", "made relative"),
             (counts.unmarked_ends, "archive", "archives", "without an end mark"),
             (counts.followed_ends, "archive", "archives", "followed by another one in the same file, which is left out"),
+            (counts.trailed_streams, "archive", "archives", "followed by bytes that are not compressed, which are left out"),
             (
                 counts.replaced,
                 "sample",
@@ -326,7 +327,8 @@ impl Reporter {
                 "source_bytes": summary.source_bytes, "elapsed_ms": summary.elapsed_ms,
                 "imbalance_permille": summary.imbalance_permille, "special_skipped": summary.counts.special,
                 "refused": summary.counts.refused, "made_relative": summary.counts.made_relative,
-                "unmarked_ends": summary.counts.unmarked_ends, "followed_ends": summary.counts.followed_ends, "notes": summary.counts.notes,
+                "unmarked_ends": summary.counts.unmarked_ends, "followed_ends": summary.counts.followed_ends,
+                "trailed_streams": summary.counts.trailed_streams, "notes": summary.counts.notes,
                 "archives": summary.archives, "replaced": summary.counts.replaced, "skipped": summary.counts.skipped, "skipped_notes": summary.counts.skipped_notes,
                 "redone_bytes": summary.redone_bytes, "copies": summary.copies, "copied_bytes": summary.copied_bytes,
                 "uncopied_bytes": summary.uncopied_bytes,

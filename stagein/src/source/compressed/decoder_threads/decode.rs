@@ -5,13 +5,12 @@ use std::sync::mpsc::{Receiver, SyncSender};
 use std::time::{Duration, Instant};
 
 use dayfly_meta::catalog::Compression;
-use dayfly_meta::limits::DECODER_MEMORY_MAX;
 use dayfly_meta::wire::control::Step;
 
 use super::independent::inflate_part;
 use super::{CHUNK_LEN, ChunkPool, CompressedChunk, Decoded, Output};
 use crate::progress::ProgressMonitor;
-use crate::source::compressed::{Streams, decoder};
+use crate::source::compressed::{Streams, decoder, is_trailing};
 
 /// Decodes one part of a gzip stream that consists of independent parts.
 pub(super) fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Output>, monitor: &ProgressMonitor) {
@@ -32,7 +31,7 @@ pub(super) fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncS
 
 /// Decodes a piece that consists of complete streams or frames.
 pub(super) fn decode_stream(
-    compression: Compression,
+    (compression, memory_max): (Compression, u64),
     mut input: ChunkReader,
     output: &SyncSender<Output>,
     threads: usize,
@@ -43,8 +42,8 @@ pub(super) fn decode_stream(
     let mut failure = None;
     {
         let opened = match compression {
-            Compression::Xz if threads > 1 => xz_decoder(&mut input, threads),
-            _ => decoder(compression, &mut input),
+            Compression::Xz if threads > 1 => xz_decoder(&mut input, threads, memory_max),
+            _ => decoder(compression, &mut input, memory_max),
         };
         match opened {
             Err(error) => failure = Some(error),
@@ -61,8 +60,9 @@ pub(super) fn decode_stream(
         }
     }
     if let Some(error) = failure {
+        let last = if is_trailing(&error) { Ok(Decoded::Trailing) } else { Err(error) };
         // This fails if the reader is gone. In that case nobody needs the error.
-        let _ = output.send(Err(error));
+        let _ = output.send(last);
     }
     monitor.add_busy_time(Step::Decoding, busy.saturating_sub(input.waited));
 }
@@ -87,16 +87,17 @@ fn fill(decoder: &mut dyn Read, chunk: &mut [u8], failure: &mut Option<io::Error
 
 /// Returns an xz decoder with threads of its own. The library uses these threads for blocks whose
 /// lengths are in the block headers. Several streams are decoded one after another.
-fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize) -> io::Result<Box<dyn Read + Send + 'a>> {
+fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize, memory_max: u64) -> io::Result<Box<dyn Read + Send + 'a>> {
     let open = move |input| {
         let stream = liblzma::stream::MtStreamBuilder::new()
             .threads(threads as u32)
-            .memlimit_threading(DECODER_MEMORY_MAX / 4)
-            .memlimit_stop(DECODER_MEMORY_MAX)
+            .memlimit_threading(memory_max / 4)
+            .memlimit_stop(memory_max)
             .decoder()?;
         Ok(liblzma::bufread::XzDecoder::new_stream(input, stream))
     };
-    Streams::boxed(BufReader::with_capacity(CHUNK_LEN, input), open, liblzma::bufread::XzDecoder::into_inner)
+    // As for xz, whatever follows a stream must be another one.
+    Streams::boxed(BufReader::with_capacity(CHUNK_LEN, input), open, liblzma::bufread::XzDecoder::into_inner, &[])
 }
 
 /// Reads the compressed bytes that come through a channel.

@@ -12,7 +12,7 @@ use super::independent::MarkerScanner;
 use super::{CHUNK_LEN, ChunkPool, CompressedChunk, DecoderLimits, Output};
 use crate::progress::ProgressMonitor;
 use crate::source::compressed::frames::FrameScanner;
-use crate::source::compressed::xz_dictionary_len;
+use crate::source::compressed::window_len;
 use crate::source::plain::PlainReader;
 
 /// A piece has at least this many compressed bytes. A shorter piece would not be worth a thread.
@@ -78,7 +78,8 @@ impl<'scope> Splitter<'scope, '_> {
         let mut threads = self.limits.threads;
         let mut chunk = self.pool.take();
         let mut read = input.read(&mut chunk);
-        let needs_large_window = read.as_ref().is_ok_and(|&count| self.window_len(&chunk[..count]) > WINDOW_LEN_SHARED_MAX);
+        let window_len = |start| window_len(self.compression, start);
+        let needs_large_window = read.as_ref().is_ok_and(|&count| window_len(&chunk[..count]) > WINDOW_LEN_SHARED_MAX);
         let permit = if needs_large_window {
             // The stage-in may be canceled while this waits for the permit. The worker notices that
             // on its own.
@@ -135,19 +136,6 @@ impl<'scope> Splitter<'scope, '_> {
         }
     }
 
-    /// Returns the window in bytes that a decoder will need, according to the first bytes of the
-    /// file. Returns 0 for formats whose windows are always small.
-    fn window_len(&self, start: &[u8]) -> u64 {
-        match self.compression {
-            Compression::Xz => xz_dictionary_len(&start[..start.len().min(64)]),
-            Compression::Zstd => FrameScanner::new(Compression::Zstd).map_or(0, |mut scanner| {
-                scanner.scan(start);
-                scanner.window()
-            }),
-            Compression::None | Compression::Gzip | Compression::Bzip2 | Compression::Lz4 => 0,
-        }
-    }
-
     /// Starts a decoder thread. Returns the channel for its input, or `None` if the reader of the
     /// decoded stream is gone.
     fn start_piece(
@@ -159,10 +147,10 @@ impl<'scope> Splitter<'scope, '_> {
         let chunks_ahead = self.limits.ahead_len / CHUNK_LEN / threads.max(1);
         let (sender, output) = sync_channel(chunks_ahead.max(1));
         self.pieces.send(output).ok()?;
-        let (compression, monitor) = (self.compression, self.monitor.clone());
+        let (compression, memory_max, monitor) = (self.compression, self.limits.memory_max, self.monitor.clone());
         let compressed = ChunkReader::new(compressed, self.pool.clone());
         let decoder = self.scope.spawn(move || match kind {
-            PieceKind::Streams => decode_stream(compression, compressed, &sender, threads, &monitor),
+            PieceKind::Streams => decode_stream((compression, memory_max), compressed, &sender, threads, &monitor),
             PieceKind::Part { is_first } => decode_part(is_first, compressed, &sender, &monitor),
         });
         Some((input, decoder))

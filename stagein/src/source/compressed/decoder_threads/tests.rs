@@ -9,7 +9,7 @@ use super::*;
 fn unpack(compression: Compression, packed: &[u8], threads: usize) -> io::Result<Vec<u8>> {
     let mut file = tempfile::tempfile()?;
     file.write_all(packed)?;
-    let decoders = DecoderLimits { threads, ahead_len: 1 << 20 };
+    let decoders = DecoderLimits { threads, ahead_len: 1 << 20, memory_max: 256 << 20 };
     std::thread::scope(|scope| {
         let mut all = Vec::new();
         start(scope, compression, file, decoders, Arc::default())?.read_to_end(&mut all)?;
@@ -84,7 +84,7 @@ fn dropping_the_stream_ends_the_threads() {
     let mut file = tempfile::tempfile().unwrap();
     file.write_all(&packed).unwrap();
     std::thread::scope(|scope| {
-        let decoders = DecoderLimits { threads: 2, ahead_len: 1 << 20 };
+        let decoders = DecoderLimits { threads: 2, ahead_len: 1 << 20, memory_max: 256 << 20 };
         let mut decoded = start(scope, Compression::Zstd, file, decoders, Arc::default()).unwrap();
         decoded.read_exact(&mut [0; 1000]).unwrap();
     });

@@ -1,0 +1,75 @@
+//! Tests of bytes that follow a compressed stream.
+
+use super::*;
+
+/// SEMANTICS: "Bytes after a gzip or bzip2 stream that begin no other stream are left out, as by these programs, and the summary says so."
+#[test]
+fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let shell = |script: &str| {
+        let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
+        assert!(done.success(), "{script}");
+    };
+    shell("mkdir d; seq 300000 > d/large; seq 20 > d/small; tar -cf a.tar d; mkdir o");
+    let selection = Selection { nested: true, ..Selection::default() };
+    for (packer, leaves_out) in [
+        ("gzip -c", true),
+        ("pigz -p 2 -i -b 128 -c", true),
+        ("bgzip -c", true),
+        ("bzip2 -c", true),
+        ("xz -c", false),
+        ("zstd -q -c", false),
+    ] {
+        // Zeros fill tapes and devices.
+        let zeros_are_fine = leaves_out || packer.starts_with("xz");
+        for (rest, is_fine, trailed) in [
+            ("", true, 0),
+            ("head -c 4096 /dev/zero", zeros_are_fine, 0),
+            ("echo more", leaves_out, 1),
+            ("head -c 700 /dev/zero; echo more", leaves_out, 1),
+            ("echo", leaves_out, 1),
+        ] {
+            shell(&format!("({packer} a.tar; {rest}) > o/a.tgz; echo b > o/b; tar -cf outer.tar -C o a.tgz b"));
+            for source in ["o/a.tgz", "outer.tar"] {
+                let what = format!("{source} by {packer}, then {rest}");
+                match run_simply(&[&at(source)], &selection) {
+                    Ok(staged) => {
+                        assert!(is_fine, "{what}");
+                        let samples = if source == "outer.tar" { 3 } else { 2 };
+                        let files =
+                            staged.tree().into_values().filter(|(kind, _)| matches!(kind, MemberKind::File { .. })).count();
+                        assert_eq!((files, staged.counts.trailed_streams), (samples, trailed), "{what}");
+                        assert_eq!(staged.counts.notes.len() as u64, trailed, "{what}: {:?}", staged.counts.notes);
+                    }
+                    Err(error) => assert!(!is_fine && matches!(error, StageInError::Damaged { .. }), "{what}: {error}"),
+                }
+            }
+        }
+    }
+}
+
+/// SEMANTICS: "If the tar in the stream has not ended, that is damage."
+#[test]
+fn bytes_after_a_stream_that_ends_within_the_tar_are_damage() {
+    let folder = tempfile::tempdir().unwrap();
+    let at = |name: &str| folder.path().join(name);
+    let script = "for n in 1 2 3; do head -c 1000 /dev/zero | tr '\\0' $n > $n; done; tar -cf a.tar 1 2 3
+        (head -c 3072 a.tar | gzip; tail -c +3073 a.tar) > cut.tgz
+        (head -c 3000 a.tar | gzip; tail -c +3001 a.tar) > within.tgz; tar -cf outer.tar cut.tgz 3";
+    let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    for (source, kept, skipped) in [("cut.tgz", 2, 1), ("within.tgz", 1, 2), ("outer.tar", 3, 1)] {
+        let selection = Selection { nested: true, ..Selection::default() };
+        let error = run_simply(&[&at(source)], &selection).err().unwrap();
+        assert!(matches!(error, StageInError::Damaged { .. }), "{source}: {error}");
+        let staged = run_simply(&[&at(source)], &Selection { keep_going: true, ..selection }).unwrap();
+        let files = staged.tree().into_values().filter(|(kind, _)| matches!(kind, MemberKind::File { .. })).count();
+        assert_eq!(
+            (files, staged.counts.skipped, staged.counts.trailed_streams),
+            (kept, skipped, 0),
+            "{source}: {:?}",
+            staged.counts
+        );
+    }
+}
