@@ -17,9 +17,12 @@ pub(super) struct Opened<T> {
     pub(super) state: Option<FileState>,
 }
 
+/// Open files, by the path of the source.
+type Kept<T> = Vec<(Vec<u8>, Arc<Opened<T>>)>;
+
 /// The descriptors kept, by the path of the source. The one that was used last is at the end.
 pub(super) struct OpenFiles<T> {
-    kept: Mutex<Vec<(Vec<u8>, Arc<Opened<T>>)>>,
+    kept: Mutex<Kept<T>>,
     max: usize,
 }
 
@@ -80,7 +83,7 @@ impl<T> OpenFiles<T> {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Vec<u8>, Arc<Opened<T>>)>> {
+    fn lock(&self) -> MutexGuard<'_, Kept<T>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
