@@ -6,7 +6,7 @@ nodes=(node0{1..8})
 # 'dayfly run' has started this file again, in its session.
 dayfly=$(command -v dayfly)
 for node in "${nodes[@]}"; do
-    ssh "$node" "cd '$PWD' && '$dayfly' exec -- python3 train.py /dayfly/train" &
+    ssh "$node" "cd ${PWD@Q} && ${dayfly@Q} exec -- python3 train.py /dayfly/train" &
     ranks+=($!)
 done
 status=0

@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// SEMANTICS: "Bytes after a gzip or bzip2 stream that begin no other stream are left out, as by these programs, and the summary says so."
+/// SEMANTICS: "Bytes after a gzip or bzip2 stream that begin no other stream are left out, as by these programs, and the summary says so
+/// unless they are zeros."
 #[test]
 fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them_out() {
     let folder = tempfile::tempdir().unwrap();
