@@ -307,7 +307,11 @@ impl<S: Sink> Worker<S> {
             },
             other => other,
         };
-        let FoundMember { key, mode, mtime_s, mtime_ns, .. } = found;
+        let FoundMember { key, mut mode, mtime_s, mtime_ns, .. } = found;
+        if matches!(kind, MemberKind::Symlink(_)) {
+            // Linux gives every symlink this mode, whatever the archive says.
+            mode = 0o777;
+        }
         self.take_member(Member { path, key, ticket: self.unit.ticket, mode, mtime_s, mtime_ns, kind })
     }
 

@@ -221,12 +221,33 @@ struct Lz4Frames<R: BufRead> {
 impl<R: BufRead> Read for Lz4Frames<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
-            let count = self.frame.read(buffer)?;
+            let count = match self.frame.read(buffer) {
+                Ok(count) => count,
+                Err(error) => {
+                    let len = skippable_len(&error).ok_or(error)?;
+                    let skipped = io::copy(&mut self.frame.get_mut().take(len), &mut io::sink())?;
+                    if skipped < len {
+                        return Err(io::ErrorKind::UnexpectedEof.into());
+                    }
+                    if self.frame.get_mut().fill_buf()?.is_empty() {
+                        return Ok(0);
+                    }
+                    continue;
+                }
+            };
             // At the end of a frame the decoder returns 0 once, and then starts the next frame.
             if count > 0 || buffer.is_empty() || self.frame.get_mut().fill_buf()?.is_empty() {
                 return Ok(count);
             }
         }
+    }
+}
+
+/// Returns the length of the frame to skip whose header the library has read, if that is why it stopped.
+fn skippable_len(error: &io::Error) -> Option<u64> {
+    match error.get_ref()?.downcast_ref() {
+        Some(lz4_flex::frame::Error::SkippableFrame(len)) => Some(u64::from(*len)),
+        _ => None,
     }
 }
 

@@ -81,6 +81,24 @@ z.writestr('file', b''); z.close()";
     }
 }
 
+/// Several writers store other modes, and unpacking ignores them.
+#[test]
+fn symlinks_have_the_mode_that_linux_gives_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let script = "import tarfile, zipfile, stat
+with tarfile.open('a.tar', 'w') as t:
+    i = tarfile.TarInfo('link'); i.type = b'2'; i.linkname = 'q'; i.mode = 0o644; t.addfile(i)
+z = zipfile.ZipFile('a.zip', 'w')
+i = zipfile.ZipInfo('link'); i.create_system = 3; i.external_attr = stat.S_IFLNK << 16; z.writestr(i, b'q'); z.close()";
+    let done = crate::programs::program("python3").args(["-c", script]).current_dir(folder.path()).status().unwrap();
+    assert!(done.success());
+    for name in ["a.tar", "a.zip"] {
+        let staged = run_simply(&[&folder.path().join(name)], &Selection::default()).unwrap();
+        let modes: Vec<u32> = staged.members.values().map(|(member, _)| member.mode.into()).collect();
+        assert_eq!(modes, [0o777], "{name}");
+    }
+}
+
 /// SEMANTICS: "With `--nested`, a file whose content is not an archive stays a file, even in a tree."
 #[test]
 fn with_nested_a_member_that_is_an_archive_only_by_name_stays_a_file() {

@@ -74,3 +74,25 @@ fn bytes_after_a_stream_that_ends_within_the_tar_are_damage() {
         );
     }
 }
+
+/// lz4 and zstd files may have frames that decoders skip, anywhere.
+#[test]
+fn frames_to_skip_are_skipped() {
+    let folder = tempfile::tempdir().unwrap();
+    let shell = |script: &str| {
+        let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
+        assert!(done.success(), "{script}");
+    };
+    shell("seq 100000 > f; tar -cf a.tar f; head -c 300000 a.tar > 1; tail -c +300001 a.tar > 2
+           s() { printf '\\x50\\x2a\\x4d\\x18\\x04\\0\\0\\0abcd'; }; e() { printf '\\x5f\\x2a\\x4d\\x18\\0\\0\\0\\0'; }
+           for p in lz4 zstd; do (s; $p -qc 1; e; s; $p -qc 2; s; e) > a.tar.$p; (e; $p -qc a.tar; e) > b.tar.$p; ($p -qc a.tar; s | head -c 10) > cut.tar.$p; done");
+    for packer in ["lz4", "zstd"] {
+        let at = |name: &str| folder.path().join(format!("{name}.tar.{packer}"));
+        for name in ["a", "b"] {
+            let staged = run_simply(&[&at(name)], &Selection::default()).unwrap();
+            let lens: Vec<usize> = staged.tree().into_values().map(|(_, bytes)| bytes.len()).collect();
+            assert_eq!(lens, [588_895], "{name}, {packer}");
+        }
+        assert!(run_simply(&[&at("cut")], &Selection::default()).is_err(), "{packer}");
+    }
+}
