@@ -200,3 +200,18 @@ impl crate::contract::Landing for TcpLanding {
         landed.map_err(|_| io::ErrorKind::ConnectionReset.into())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A peer can vanish while answers to it are on their way. The kernel does not probe then, so this alone ends the connection.
+    #[tokio::test]
+    async fn a_connection_whose_answers_nobody_confirms_has_an_end() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let _dialed = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (stream, _) = listener.accept().await.unwrap();
+        keep_alive(&stream).unwrap();
+        assert_eq!(sockopt::tcp_user_timeout(&stream).unwrap(), 40_000);
+    }
+}

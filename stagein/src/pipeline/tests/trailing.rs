@@ -12,7 +12,7 @@ fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them
         let done = crate::programs::program("bash").args(["-ec", script]).current_dir(folder.path()).status().unwrap();
         assert!(done.success(), "{script}");
     };
-    shell("mkdir d; seq 300000 > d/large; seq 20 > d/small; tar -cf a.tar d; mkdir o");
+    shell("mkdir d; head -c 4000000 /dev/urandom > d/large; seq 20 > d/small; tar -cf a.tar d; mkdir o");
     let selection = Selection { nested: true, ..Selection::default() };
     for (packer, leaves_out) in [
         ("gzip -c", true),
