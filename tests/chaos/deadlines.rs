@@ -86,11 +86,9 @@ pub(crate) fn aftermath() -> Duration {
     (deadlines.peer_lost + deadlines.request + deadlines.redial) * 2 + SLACK / 5
 }
 
-/// Returns the time within which servers give up everything that readers left, and connections to peers that vanished.
-pub(crate) fn of_leftovers(may_peers_vanish: bool) -> Duration {
-    // Without this, each peer closes its connections, or its kernel does.
-    let vanished = if may_peers_vanish { KEEP_ALIVE_MAX } else { Duration::ZERO };
-    aftermath() * 2 + vanished
+/// Returns the time within which servers end their connections to peers that have vanished.
+pub(crate) fn of_connections() -> Duration {
+    KEEP_ALIVE_MAX + aftermath() * 2
 }
 
 /// Converts a time of the schedule to a duration. Times of the schedule are in permille of the deadline after which a peer is lost.

@@ -34,10 +34,11 @@ impl Descriptors {
         found
     }
 
-    /// Describes the open descriptors if there are more than `before` plus what `datasets` new datasets need.
-    pub(crate) fn excess(&self, before: &Self, datasets: usize) -> Option<String> {
+    /// Describes the open descriptors if there are more than `before` plus what `datasets` new datasets need. `counts_sockets` says
+    /// whether this includes sockets.
+    pub(crate) fn excess(&self, before: &Self, datasets: usize, counts_sockets: bool) -> Option<String> {
         // Each dataset has a catalog, its locations and a segment.
-        let is_excess = self.sockets > before.sockets
+        let is_excess = counts_sockets && self.sockets > before.sockets
             || self.processes > before.processes
             || self.files.len() > before.files.len() + 3 * datasets;
         is_excess.then(|| format!("{self:?}, before {before:?} with {datasets} datasets fewer"))
