@@ -94,7 +94,7 @@ i = zipfile.ZipInfo('link'); i.create_system = 3; i.external_attr = stat.S_IFLNK
     assert!(done.success());
     for name in ["a.tar", "a.zip"] {
         let staged = run_simply(&[&folder.path().join(name)], &Selection::default()).unwrap();
-        let modes: Vec<u32> = staged.members.values().map(|(member, _)| member.mode.into()).collect();
+        let modes: Vec<u32> = staged.members.values().map(|(member, _)| member.mode).collect();
         assert_eq!(modes, [0o777], "{name}");
     }
 }
