@@ -2,6 +2,8 @@
 //! refuse requests and flip bits; nodes freeze and are killed. The network keeps the promises of the transport's contract, and no
 //! others.
 
+mod silence;
+
 use std::collections::BTreeMap;
 use std::hash::Hasher;
 use std::io;
@@ -242,32 +244,6 @@ impl Net {
             if which(connection.from, connection.peer) {
                 connection.lose(cause.clone());
             }
-        }
-    }
-
-    /// Ends each connection on which nothing gets through for too long. In a real transport, missing pings cause this.
-    fn watch(self: &Arc<Self>) {
-        for connection in self.live() {
-            if self.is_open(connection.from, connection.peer)
-                || connection.is_lost()
-                || connection.is_watched.swap(true, Ordering::Relaxed)
-            {
-                continue;
-            }
-            let net = self.clone();
-            tokio::spawn(async move {
-                let opened = async {
-                    while !net.is_open(connection.from, connection.peer) && !connection.is_lost() {
-                        net.changed.notified().await;
-                    }
-                };
-                // The time since the last ping is random.
-                let ago = net.state().random.duration(Duration::ZERO, net.deadlines.ping_interval);
-                if timeout(net.deadlines.peer_lost - ago, opened).await.is_err() {
-                    connection.lose(LossCause::Silent(net.deadlines.peer_lost));
-                }
-                connection.is_watched.store(false, Ordering::Relaxed);
-            });
         }
     }
 

@@ -96,6 +96,7 @@ pub mod probe;
 pub mod rdma;
 mod region;
 pub mod selection;
+pub mod silence;
 pub mod tcp;
 
 pub use contract::{Answer, Connection, Incoming, Landing, Piece, Pulled, Service, Serving, Transport, Unread};

@@ -18,6 +18,7 @@ use super::identity::Identity;
 use super::link::Link;
 use super::stream::Outgoing;
 use crate::error::{LossCause, TransportError};
+use crate::silence::{Moved, SilenceWatch};
 
 /// A link that lived this long is not part of a series of failures.
 const GOOD_LIFE: Duration = Duration::from_secs(10);
@@ -99,8 +100,7 @@ pub(super) struct LinkMonitor {
     running: JoinSet<usize>,
     dialing: JoinSet<(usize, io::Result<Halves>)>,
     histories: Vec<LinkHistory>,
-    /// Number of checks in a row that found all links silent for too long.
-    silent_checks: u32,
+    silence: SilenceWatch,
 }
 
 /// The history of one link.
@@ -108,16 +108,14 @@ struct LinkHistory {
     began: Instant,
     /// How often in a row the link ended soon after it was dialed.
     failures: u32,
-    /// Number of checks in a row that found the link silent while other links were not.
-    silent_checks: u32,
 }
 
 impl LinkMonitor {
     /// Starts with the results of the first dials, one for each link.
     pub(super) fn new(links: Arc<Links>, identity: Identity, dialed: Vec<io::Result<Halves>>) -> Self {
-        let history = || LinkHistory { began: Instant::now(), failures: 0, silent_checks: 0 };
-        let histories = dialed.iter().map(|_| history()).collect();
-        let mut monitor = Self { links, identity, running: JoinSet::new(), dialing: JoinSet::new(), histories, silent_checks: 0 };
+        let histories = dialed.iter().map(|_| LinkHistory { began: Instant::now(), failures: 0 }).collect();
+        let silence = SilenceWatch::new(links.deadlines, dialed.len());
+        let mut monitor = Self { links, identity, running: JoinSet::new(), dialing: JoinSet::new(), histories, silence };
         *monitor.links.lock() = dialed.iter().map(|_| None).collect();
         for (number, halves) in dialed.into_iter().enumerate() {
             monitor.dialed(number, halves);
@@ -129,7 +127,7 @@ impl LinkMonitor {
     pub(super) async fn run(mut self) {
         while !self.links.is_lost() {
             self.ping();
-            let wait = self.pause();
+            let wait = self.silence.pause(self.links.start.elapsed(), &self.moved());
             let asleep = Instant::now();
             tokio::select! {
                 Some(ended) = self.running.join_next() => match ended {
@@ -138,14 +136,7 @@ impl LinkMonitor {
                     Err(error) => self.links.lose(LossCause::ended(io::Error::other(error))),
                 },
                 Some(Ok((number, halves))) = self.dialing.join_next() => self.dialed(number, halves),
-                () = sleep(wait) => {
-                    // After a suspension, this process must first read what has arrived in the meantime.
-                    if asleep.elapsed() > wait + self.links.deadlines.ping_interval {
-                        self.silent_checks = 0;
-                        self.histories.iter_mut().for_each(|history| history.silent_checks = 0);
-                    }
-                    self.check_silence();
-                }
+                () = sleep(wait) => self.check_silence((wait, asleep.elapsed())),
             }
         }
         self.dialing.shutdown().await;
@@ -162,36 +153,21 @@ impl LinkMonitor {
         }
     }
 
-    /// Returns how long to sleep: until the next link may have been silent for too long.
-    fn pause(&self) -> Duration {
-        let now = self.links.start.elapsed();
-        let oldest = self.links.lock().iter().flatten().map(|link| link.last_received()).min().unwrap_or(now);
-        let Deadlines { link_silent, look_interval, ping_interval, .. } = self.links.deadlines;
-        link_silent.saturating_sub(now.saturating_sub(oldest)).clamp(look_interval, ping_interval)
+    /// Returns when bytes last moved on each link that is up.
+    fn moved(&self) -> Vec<Option<Moved>> {
+        let moved = |link: &Arc<Link>| Moved { received: link.last_received(), sent: link.last_sent() };
+        self.links.lock().iter().map(|link| link.as_ref().map(moved)).collect()
     }
 
-    /// Ends the links that have been silent for too long. If all of them have been, the peer is lost. Only several checks in a row
-    /// count.
-    fn check_silence(&mut self) {
-        let Deadlines { link_silent, peer_lost, ping_interval, .. } = self.links.deadlines;
-        let now = self.links.start.elapsed();
+    /// Ends the links that have been silent for too long. If all of them have been, the peer is lost.
+    fn check_silence(&mut self, slept: (Duration, Duration)) {
+        let silent = self.silence.look(self.links.start.elapsed(), slept, &self.moved());
+        let Deadlines { link_silent, peer_lost, .. } = self.links.deadlines;
         let links = self.links.lock().clone();
-        let newest = links.iter().flatten().map(|link| link.last_received()).max().unwrap_or_default();
-        for (link, history) in links.iter().zip(&mut self.histories) {
-            let Some(link) = link else { continue };
-            // Offered bytes may be slow on the wire, and a ping waits behind them. As long as the link accepts them, it is alive.
-            let is_behind_ours = !link.last_sent().is_zero() && link.last_received() < link.last_sent() + peer_lost;
-            let limit = if is_behind_ours { peer_lost } else { link_silent };
-            let is_silent = now.saturating_sub(link.last_received().max(link.last_sent())) >= limit;
-            // Bytes arrived on another link later, so neither the peer nor this process was suspended.
-            let is_behind = newest.saturating_sub(link.last_received()) >= ping_interval;
-            history.silent_checks = if is_silent && is_behind { history.silent_checks + 1 } else { 0 };
-            if history.silent_checks >= Deadlines::LOOKS_MIN {
-                link.end(LossCause::Silent(link_silent));
-            }
+        for link in silent.links.into_iter().filter_map(|number| links[number].as_ref()) {
+            link.end(LossCause::Silent(link_silent));
         }
-        self.silent_checks = if now.saturating_sub(newest) >= peer_lost { self.silent_checks + 1 } else { 0 };
-        if self.silent_checks >= Deadlines::LOOKS_MIN {
+        if silent.is_peer {
             self.links.lose(LossCause::Silent(peer_lost));
         }
     }
@@ -215,9 +191,9 @@ impl LinkMonitor {
 
     /// Dials a link again, with growing pauses if it ends soon after each dial.
     fn dial(&mut self, number: usize) {
+        self.silence.forget(number);
         let history = &mut self.histories[number];
         history.failures = if history.began.elapsed() > GOOD_LIFE { 0 } else { history.failures + 1 };
-        history.silent_checks = 0;
         let pause = match history.failures {
             0 => Duration::ZERO,
             failures => self.links.deadlines.redial * failures.min(BACK_OFF_MAX),
