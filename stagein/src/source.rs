@@ -45,7 +45,7 @@ pub(crate) fn classify(path: &Path, is_in_tree: bool, decoder_memory: u64) -> Re
     if ZIP_ENDINGS.iter().any(|ending| name.ends_with(ending)) && is_zip() {
         return Ok((SourceKind::Zip, Compression::None));
     }
-    let compression = compressed::recognize(&start);
+    let compression = compressed::recognize_file(&file, &start).map_err(unreadable)?;
     if compression != Compression::None {
         file.rewind().map_err(unreadable)?;
         let mut decoder = compressed::Decoded::new(compressed::decoder(compression, file, decoder_memory).map_err(unreadable)?);

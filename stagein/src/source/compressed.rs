@@ -9,7 +9,9 @@ pub(crate) mod decoder_threads;
 mod frames;
 pub(crate) mod unpacked_len;
 
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read};
+use std::os::unix::fs::FileExt;
 
 use dayfly_meta::catalog::Compression;
 
@@ -19,6 +21,11 @@ use frames::FrameScanner;
 const READ_LEN: usize = 1 << 20;
 const GZIP_MAGIC: &[u8] = &[0x1f, 0x8b];
 const BZIP2_MAGIC: &[u8] = b"BZh";
+const LZ4_MAGIC: &[u8] = &[4, 0x22, 0x4d, 0x18];
+/// As `lz4 -l` writes it.
+const LZ4_LEGACY_MAGIC: &[u8] = &[2, 0x21, 0x4c, 0x18];
+/// How many frames that decoders skip may come before the one that tells a file's compression.
+const FRAMES_SKIPPED_MAX: usize = 64;
 /// Memory that liblzma needs in addition to the dictionary.
 const XZ_MEMORY: u64 = 1 << 20;
 /// The largest window that zstd's library knows, as a power of 2.
@@ -26,12 +33,13 @@ const ZSTD_WINDOW_LOG_MAX: u32 = 31;
 
 /// Returns the compression of a file with these first bytes.
 pub(crate) fn recognize(start: &[u8]) -> Compression {
-    const MAGICS: [(&[u8], Compression); 5] = [
+    const MAGICS: [(&[u8], Compression); 6] = [
         (&[0x1f, 0x8b, 8], Compression::Gzip),
         (&[0x28, 0xb5, 0x2f, 0xfd], Compression::Zstd),
         (&[0xfd, b'7', b'z', b'X', b'Z', 0], Compression::Xz),
-        (b"BZh", Compression::Bzip2),
-        (&[4, 0x22, 0x4d, 0x18], Compression::Lz4),
+        (BZIP2_MAGIC, Compression::Bzip2),
+        (LZ4_MAGIC, Compression::Lz4),
+        (LZ4_LEGACY_MAGIC, Compression::Lz4),
     ];
     // Files from pzstd begin with a skippable frame, and lz4 files may begin with one. The frame
     // after it decides. If `start` ends before that frame, zstd is assumed, because it is more
@@ -44,6 +52,23 @@ pub(crate) fn recognize(start: &[u8]) -> Compression {
     }
     let found = MAGICS.iter().find(|(magic, _)| start.starts_with(magic));
     found.map_or(Compression::None, |&(_, compression)| compression)
+}
+
+/// Returns the compression of a file whose first bytes are `start`. Unlike [`recognize`], this finds what comes after long frames that
+/// decoders skip.
+pub(crate) fn recognize_file(file: &File, start: &[u8]) -> io::Result<Compression> {
+    let (mut at, mut head) = (0, start.to_vec());
+    for _ in 0..FRAMES_SKIPPED_MAX {
+        let [0x50..=0x5f, 0x2a, 0x4d, 0x18, a, b, c, d, ..] = head[..] else { break };
+        at += 8 + u64::from(u32::from_le_bytes([a, b, c, d]));
+        let mut next = vec![0; 8];
+        match file.read_exact_at(&mut next, at) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
+            read => read?,
+        }
+        head = next;
+    }
+    Ok(recognize(&head))
 }
 
 /// Returns the window in bytes that a decoder will need, according to the first bytes of the file. Returns 0 for formats whose
@@ -65,16 +90,26 @@ pub(crate) fn decoder<'a>(
     input: impl Read + Send + 'a,
     memory_max: u64,
 ) -> io::Result<Box<dyn Read + Send + 'a>> {
+    piece_decoder(compression, input, memory_max, true)
+}
+
+/// Like [`decoder`], for a piece of a file. Before a piece that is not the first, a stream has ended.
+fn piece_decoder<'a>(
+    compression: Compression,
+    input: impl Read + Send + 'a,
+    memory_max: u64,
+    is_first: bool,
+) -> io::Result<Box<dyn Read + Send + 'a>> {
     let input = BufReader::with_capacity(READ_LEN, input);
     Ok(match compression {
         Compression::None => Box::new(input),
         Compression::Gzip => {
             let open = |input| Ok(flate2::bufread::GzDecoder::new(input));
-            Streams::boxed(input, open, flate2::bufread::GzDecoder::into_inner, GZIP_MAGIC)?
+            Streams::boxed(input, is_first, open, flate2::bufread::GzDecoder::into_inner, |next| begins_with(next, GZIP_MAGIC))?
         }
         Compression::Bzip2 => {
             let open = |input| Ok(bzip2::bufread::BzDecoder::new(input));
-            Streams::boxed(input, open, bzip2::bufread::BzDecoder::into_inner, BZIP2_MAGIC)?
+            Streams::boxed(input, is_first, open, bzip2::bufread::BzDecoder::into_inner, |next| begins_with(next, BZIP2_MAGIC))?
         }
         Compression::Xz => {
             let stream = liblzma::stream::Stream::new_stream_decoder(memory_max + XZ_MEMORY, liblzma::stream::CONCATENATED)?;
@@ -85,7 +120,10 @@ pub(crate) fn decoder<'a>(
             decoder.window_log_max(memory_max.max(1).ilog2().min(ZSTD_WINDOW_LOG_MAX))?;
             Box::new(decoder)
         }
-        Compression::Lz4 => Box::new(Lz4Frames { frame: lz4_flex::frame::FrameDecoder::new(input) }),
+        Compression::Lz4 => {
+            let open = |input| Ok(Lz4Frame(lz4_flex::frame::FrameDecoder::new(input)));
+            Streams::boxed(input, is_first, open, Lz4Frame::into_inner, begins_lz4_frame)?
+        }
     })
 }
 
@@ -128,54 +166,63 @@ impl Read for Decoded<'_> {
 /// Zeros between streams and after the last one are skipped: tapes and block devices pad files with
 /// them. Other bytes end the streams with [`Trailing`].
 pub(super) struct Streams<R, D> {
-    /// The decoder of the current stream; `None` at the end.
+    /// The decoder of the current stream.
     decoder: Option<D>,
+    /// The input between two streams.
+    input: Option<R>,
     open: Box<dyn Fn(R) -> io::Result<D> + Send>,
     close: fn(D) -> R,
-    /// How each stream begins.
-    magic: &'static [u8],
+    /// Returns whether bytes may begin a stream.
+    begins: fn(&[u8]) -> bool,
 }
 
 impl<'a, R: BufRead + Send + 'a, D: Read + Send + 'a> Streams<R, D> {
     pub(super) fn boxed(
         input: R,
+        is_first: bool,
         open: impl Fn(R) -> io::Result<D> + Send + 'static,
         close: fn(D) -> R,
-        magic: &'static [u8],
+        begins: fn(&[u8]) -> bool,
     ) -> io::Result<Box<dyn Read + Send + 'a>>
     where
         R: 'a,
     {
-        let decoder = Some(open(input)?);
-        Ok(Box::new(Self { decoder, open: Box::new(open), close, magic }))
+        let (decoder, input) = if is_first { (Some(open(input)?), None) } else { (None, Some(input)) };
+        Ok(Box::new(Self { decoder, input, open: Box::new(open), close, begins }))
     }
 }
 
 impl<R: BufRead, D: Read> Read for Streams<R, D> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        while let Some(decoder) = &mut self.decoder {
-            let count = decoder.read(buffer)?;
-            if count > 0 || buffer.is_empty() {
-                return Ok(count);
-            }
-            let Some(mut input) = self.decoder.take().map(self.close) else { break };
-            loop {
-                let zeros = input.fill_buf()?.iter().take_while(|&&byte| byte == 0).count();
-                if zeros == 0 {
-                    break;
+        loop {
+            if let Some(decoder) = &mut self.decoder {
+                let count = decoder.read(buffer)?;
+                if count > 0 || buffer.is_empty() {
+                    return Ok(count);
                 }
-                input.consume(zeros);
+                self.input = self.decoder.take().map(self.close);
             }
-            let next = input.fill_buf()?;
+            let Some(mut input) = self.input.take() else { return Ok(0) };
+            let next = after_zeros(&mut input)?;
             if next.is_empty() {
-                break;
+                return Ok(0);
             }
-            if next.iter().zip(self.magic).any(|(byte, expected)| byte != expected) {
+            if !(self.begins)(next) {
                 return Err(io::Error::new(io::ErrorKind::InvalidData, Trailing));
             }
             self.decoder = Some((self.open)(input)?);
         }
-        Ok(0)
+    }
+}
+
+/// Skips zeros, and returns some of the bytes that follow; none at the end.
+fn after_zeros(input: &mut impl BufRead) -> io::Result<&[u8]> {
+    loop {
+        let zeros = input.fill_buf()?.iter().take_while(|&&byte| byte == 0).count();
+        if zeros == 0 {
+            return input.fill_buf();
+        }
+        input.consume(zeros);
     }
 }
 
@@ -213,34 +260,36 @@ fn xz_dictionary_len(start: &[u8]) -> u64 {
     find().unwrap_or(u64::MAX)
 }
 
-/// Reads several lz4 frames one after another. The library's reader stops after each frame.
-struct Lz4Frames<R: BufRead> {
-    frame: lz4_flex::frame::FrameDecoder<R>,
+/// Reads one lz4 frame. Each frame needs a decoder of its own, because the library's decoder expects all frames to have blocks of one
+/// size. A frame to skip is empty.
+struct Lz4Frame<R: BufRead>(lz4_flex::frame::FrameDecoder<R>);
+
+impl<R: BufRead> Lz4Frame<R> {
+    fn into_inner(self) -> R {
+        self.0.into_inner()
+    }
 }
 
-impl<R: BufRead> Read for Lz4Frames<R> {
+impl<R: BufRead> Read for Lz4Frame<R> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        loop {
-            let count = match self.frame.read(buffer) {
-                Ok(count) => count,
-                Err(error) => {
-                    let len = skippable_len(&error).ok_or(error)?;
-                    let skipped = io::copy(&mut self.frame.get_mut().take(len), &mut io::sink())?;
-                    if skipped < len {
-                        return Err(io::ErrorKind::UnexpectedEof.into());
-                    }
-                    if self.frame.get_mut().fill_buf()?.is_empty() {
-                        return Ok(0);
-                    }
-                    continue;
-                }
-            };
-            // At the end of a frame the decoder returns 0 once, and then starts the next frame.
-            if count > 0 || buffer.is_empty() || self.frame.get_mut().fill_buf()?.is_empty() {
-                return Ok(count);
-            }
-        }
+        self.0.read(buffer).or_else(|error| {
+            let len = skippable_len(&error).ok_or(error)?;
+            let skipped = io::copy(&mut self.0.get_mut().take(len), &mut io::sink())?;
+            if skipped < len { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(0) }
+        })
     }
+}
+
+/// Returns whether bytes may begin a stream. There may be fewer than all bytes of its magic number.
+fn begins_with(next: &[u8], magic: &[u8]) -> bool {
+    next.iter().zip(magic).all(|(byte, expected)| byte == expected)
+}
+
+fn begins_lz4_frame(next: &[u8]) -> bool {
+    // The last four bits of the first byte of a frame to skip may be any.
+    let is_skippable =
+        next.split_first().is_some_and(|(first, rest)| first & 0xf0 == 0x50 && begins_with(rest, &[0x2a, 0x4d, 0x18]));
+    is_skippable || begins_with(next, LZ4_MAGIC) || begins_with(next, LZ4_LEGACY_MAGIC)
 }
 
 /// Returns the length of the frame to skip whose header the library has read, if that is why it stopped.

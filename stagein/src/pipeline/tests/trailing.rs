@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// SEMANTICS: "Bytes after a gzip or bzip2 stream that begin no other stream are left out, as by these programs, and the summary says so
+/// SEMANTICS: "Bytes after a gzip, bzip2 or lz4 stream that begin no other stream are left out, as by these programs, and the summary says so
 /// unless they are zeros."
 #[test]
 fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them_out() {
@@ -19,6 +19,8 @@ fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them
         ("pigz -p 2 -i -b 128 -c", true),
         ("bgzip -c", true),
         ("bzip2 -c", true),
+        ("lz4 -q -B4 -c", true),
+        ("two() { head -c 2000000 $1 | lz4 -qc -B7; tail -c +2000001 $1 | lz4 -qc -B4; }; two", true),
         ("xz -c", false),
         ("zstd -q -c", false),
     ] {
@@ -30,6 +32,7 @@ fn bytes_after_a_stream_are_left_out_where_the_program_of_the_format_leaves_them
             ("echo more", leaves_out, 1),
             ("head -c 700 /dev/zero; echo more", leaves_out, 1),
             ("echo", leaves_out, 1),
+            ("printf 1234", leaves_out, 1),
         ] {
             shell(&format!("({packer} a.tar; {rest}) > o/a.tgz; echo b > o/b; tar -cf outer.tar -C o a.tgz b"));
             for source in ["o/a.tgz", "outer.tar"] {
@@ -75,7 +78,7 @@ fn bytes_after_a_stream_that_ends_within_the_tar_are_damage() {
     }
 }
 
-/// lz4 and zstd files may have frames that decoders skip, anywhere.
+/// lz4 and zstd files may have frames that decoders skip, anywhere, and files of `lz4 -l` are lz4 files, too.
 #[test]
 fn frames_to_skip_are_skipped() {
     let folder = tempfile::tempdir().unwrap();
@@ -85,10 +88,12 @@ fn frames_to_skip_are_skipped() {
     };
     shell("seq 100000 > f; tar -cf a.tar f; head -c 300000 a.tar > 1; tail -c +300001 a.tar > 2
            s() { printf '\\x50\\x2a\\x4d\\x18\\x04\\0\\0\\0abcd'; }; e() { printf '\\x5f\\x2a\\x4d\\x18\\0\\0\\0\\0'; }
-           for p in lz4 zstd; do (s; $p -qc 1; e; s; $p -qc 2; s; e) > a.tar.$p; (e; $p -qc a.tar; e) > b.tar.$p; ($p -qc a.tar; s | head -c 10) > cut.tar.$p; done");
+           for p in lz4 zstd; do (s; $p -qc 1; e; s; $p -qc 2; s; e) > a.tar.$p; (e; $p -qc a.tar; e) > b.tar.$p; ($p -qc a.tar; s | head -c 10) > cut.tar.$p
+           (printf '\\x53\\x2a\\x4d\\x18\\x88\\x13\\0\\0'; head -c 5000 /dev/urandom; s; $p -qc a.tar) > long.tar.$p; done
+           lz4 -l -qc a.tar > legacy.tar.lz4; zstd -qc a.tar > legacy.tar.zstd");
     for packer in ["lz4", "zstd"] {
         let at = |name: &str| folder.path().join(format!("{name}.tar.{packer}"));
-        for name in ["a", "b"] {
+        for name in ["a", "b", "long", "legacy"] {
             let staged = run_simply(&[&at(name)], &Selection::default()).unwrap();
             let lens: Vec<usize> = staged.tree().into_values().map(|(_, bytes)| bytes.len()).collect();
             assert_eq!(lens, [588_895], "{name}, {packer}");

@@ -230,6 +230,8 @@ fn dos_time(date: u16, time: u16) -> i64 {
 mod tests {
     use super::*;
 
+    /// SEMANTICS: "The name of a zip's member is in UTF-8 if the zip says so or was made on DOS; otherwise its bytes stay as they are.
+    /// Control characters and version numbers such as `;1`, which `unzip` drops, stay."
     #[test]
     fn names_are_converted_to_utf8_where_their_encoding_is_known() {
         let check = |raw: &[u8], is_utf8, system, expect: &str| {
@@ -239,6 +241,8 @@ mod tests {
         check(b"a\\b", false, DOS, "a/b");
         check(b"a\\b", false, UNIX, "a\\b");
         check("grün".as_bytes(), false, DOS, "grün");
+        check(b"a\x01\tb.c;1", false, DOS, "a\x01\tb.c;1");
+        assert_eq!(name(b"gr\xfcn", false, UNIX, &[]), b"gr\xfcn");
         let mut extra = vec![0x75, 0x70, 9, 0, 1];
         extra.extend(crc32fast::hash(b"x").to_le_bytes());
         extra.extend(b"long");

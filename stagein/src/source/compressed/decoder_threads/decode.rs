@@ -10,7 +10,7 @@ use dayfly_meta::wire::control::Step;
 use super::independent::inflate_part;
 use super::{CHUNK_LEN, ChunkPool, CompressedChunk, Decoded, Output};
 use crate::progress::ProgressMonitor;
-use crate::source::compressed::{Streams, decoder, is_trailing};
+use crate::source::compressed::{Streams, is_trailing, piece_decoder};
 
 /// Decodes one part of a gzip stream that consists of independent parts.
 pub(super) fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncSender<Output>, monitor: &ProgressMonitor) {
@@ -31,7 +31,7 @@ pub(super) fn decode_part(is_first: bool, mut input: ChunkReader, output: &SyncS
 
 /// Decodes a piece that consists of complete streams or frames.
 pub(super) fn decode_stream(
-    (compression, memory_max): (Compression, u64),
+    (compression, memory_max, is_first): (Compression, u64, bool),
     mut input: ChunkReader,
     output: &SyncSender<Output>,
     threads: usize,
@@ -43,7 +43,7 @@ pub(super) fn decode_stream(
     {
         let opened = match compression {
             Compression::Xz if threads > 1 => xz_decoder(&mut input, threads, memory_max),
-            _ => decoder(compression, &mut input, memory_max),
+            _ => piece_decoder(compression, &mut input, memory_max, is_first),
         };
         match opened {
             Err(error) => failure = Some(error),
@@ -97,7 +97,7 @@ fn xz_decoder<'a>(input: impl Read + Send + 'a, threads: usize, memory_max: u64)
         Ok(liblzma::bufread::XzDecoder::new_stream(input, stream))
     };
     // As for xz, whatever follows a stream must be another one.
-    Streams::boxed(BufReader::with_capacity(CHUNK_LEN, input), open, liblzma::bufread::XzDecoder::into_inner, &[])
+    Streams::boxed(BufReader::with_capacity(CHUNK_LEN, input), true, open, liblzma::bufread::XzDecoder::into_inner, |_| true)
 }
 
 /// Reads the compressed bytes that come through a channel.

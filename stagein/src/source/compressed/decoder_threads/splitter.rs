@@ -55,7 +55,7 @@ impl Boundaries {
 #[derive(Clone, Copy)]
 enum PieceKind {
     /// Complete streams or frames.
-    Streams,
+    Streams { is_first: bool },
     /// One part of a gzip stream that consists of independent parts.
     Part { is_first: bool },
 }
@@ -92,7 +92,7 @@ impl<'scope> Splitter<'scope, '_> {
             None
         };
         let is_independent = matches!(boundaries, Boundaries::Markers(_));
-        let kind = |is_first| if is_independent { PieceKind::Part { is_first } } else { PieceKind::Streams };
+        let kind = |is_first| if is_independent { PieceKind::Part { is_first } } else { PieceKind::Streams { is_first } };
         let Some((mut piece, decoder)) = self.start_piece(threads, kind(true)) else { return };
         let mut piece_len = 0;
         loop {
@@ -150,7 +150,9 @@ impl<'scope> Splitter<'scope, '_> {
         let (compression, memory_max, monitor) = (self.compression, self.limits.memory_max, self.monitor.clone());
         let compressed = ChunkReader::new(compressed, self.pool.clone());
         let decoder = self.scope.spawn(move || match kind {
-            PieceKind::Streams => decode_stream((compression, memory_max), compressed, &sender, threads, &monitor),
+            PieceKind::Streams { is_first } => {
+                decode_stream((compression, memory_max, is_first), compressed, &sender, threads, &monitor)
+            }
             PieceKind::Part { is_first } => decode_part(is_first, compressed, &sender, &monitor),
         });
         Some((input, decoder))
