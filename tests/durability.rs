@@ -365,3 +365,23 @@ fn a_capacity_beyond_the_drives_is_reported_and_reduced() {
     assert!(count(&node(&cluster, 0)["free_bytes"]) <= capacity);
     cluster.down();
 }
+
+/// Servers of one machine may share a drive, and other programs fill it.
+#[test]
+fn servers_that_share_a_drive_count_its_free_space_once() {
+    let ground = Ground::new();
+    let Some(drive) = SmallDrive::mount(ground.at("small"), "64m") else { return };
+    let cluster = ground.up_with(4, &["--data-dir", drive.path().to_str().unwrap()]);
+    drive.fill(14 << 20);
+    let all: u64 = (0..4).map(|number| count(&node(&cluster, number)["free_bytes"])).sum();
+    assert!((12 << 20..=14 << 20).contains(&all), "{all}");
+    fs::create_dir(cluster.at("d")).unwrap();
+    (0..20).for_each(|number| fs::write(cluster.at(format!("d/{number}")), vec![number; 1 << 20]).unwrap());
+    let source = cluster.at("d").to_str().unwrap().to_owned();
+    let message = cluster.fails(1, &["stage-in", "--require-fit", &source, "/dayfly/x"]);
+    assert!(message.contains("all nodes together have"), "{message}");
+    // What is promised is kept.
+    cluster.ok(&["stage-in", &source, "/dayfly/d"]);
+    cluster.ok(&["verify", "--from-every-node"]);
+    cluster.down();
+}

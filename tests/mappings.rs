@@ -1,6 +1,9 @@
 //! Tests of mappings of files that lie on other nodes: one copy serves all processes of a node, and mappings keep their bytes.
 
+use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ChildStdout, Stdio};
 use std::time::{Duration, Instant};
 
@@ -11,7 +14,8 @@ use dayfly_client::View;
 use dayfly_meta::id::BlockId;
 
 /// Maps a file, or a part of it. Prints a checksum of the bytes, and the inodes of the kernel files behind the mapping. If told to
-/// hold the mapping, a child prints the checksum again when a line arrives, after the parent has exited.
+/// hold the mapping, a child prints the checksum again when a line arrives, after the parent has exited; if told to wait, the process
+/// itself does so.
 const MAP: &str = r#"
 import ctypes, mmap, os, sys, zlib
 file, offset, size = os.open(sys.argv[1], os.O_RDONLY), int(sys.argv[3]), int(sys.argv[4])
@@ -34,6 +38,9 @@ print(checksum(), *inodes(), flush=True)
 if sys.argv[2] == "hold" and os.fork() == 0:
     sys.stdin.readline()
     print(checksum(), *inodes(), flush=True)
+if sys.argv[2] == "wait":
+    sys.stdin.readline()
+    print(checksum(), flush=True)
 os._exit(0)
 "#;
 
@@ -92,6 +99,12 @@ fn session_of_two(options: &[&str], lens: &[usize]) -> (Cluster, u16) {
     (cluster, node)
 }
 
+/// Returns the room of the copies that processes share.
+fn mapped_bytes(cluster: &Cluster) -> u64 {
+    let status = cluster.status();
+    status["nodes"].as_array().unwrap().iter().map(|node| node["mapped_bytes"].as_u64().unwrap()).sum()
+}
+
 /// Returns how many bytes of a file are not on the view's node.
 fn absent_bytes(view: &View, number: usize) -> u64 {
     let dataset = dataset(view);
@@ -101,8 +114,8 @@ fn absent_bytes(view: &View, number: usize) -> u64 {
 }
 
 /// SEMANTICS: "Of a block that the node does not hold, all processes of the node map one copy, which is a file in
-/// the data dir. The first process that maps the block makes the copy, and others wait for it, for at
-/// most 10 s."
+/// the data dir. The first process that maps the block makes the copy, and others wait for it, as long as it grows at least every
+/// 10 s."
 /// SEMANTICS: "A process makes a copy of its own, in memory or above 64 MiB in a file in the data dir, of what the
 /// node has no room to share, of mappings of less than 1 MiB or a quarter of a block, and of everything
 /// with `--verify-reads`."
@@ -179,41 +192,45 @@ fn files_can_be_mapped_while_other_programs_fill_the_drive() {
     drop(drive);
 }
 
-/// SEMANTICS: "Cached blocks make way for such a file in the data dir."
+/// SEMANTICS: "Cached blocks make way for all of these files in the data dir."
 #[test]
 fn large_files_can_be_mapped_and_read_as_standard_input_when_the_drive_is_full_of_cached_blocks() {
     let lens: Vec<usize> = [90 << 20].into_iter().chain([12 << 20; 6]).collect();
-    let cluster = session(2, &["--capacity", "230M"], &lens);
     let (large, sum) = (String::from_utf8(path(0)).unwrap(), crc32(&content(0, lens[0])));
-    for node in 0..2 {
-        let view = cluster.view(node);
-        let fill = |message| {
-            // A slow drive does not take all at once, and what it does not take then is not cached.
-            for number in 0..lens.len() {
-                let (file, mut bytes) = (view.open(&path(number)).unwrap(), vec![0; lens[number]]);
-                view.read_at(&file, 0, &mut bytes).unwrap();
-                let deadline = Instant::now() + Duration::from_secs(5);
-                while Instant::now() < deadline && numbers(&view, lens.len(), false).contains(&number) {
-                    std::thread::sleep(Duration::from_millis(20));
+    // With the second option, each process has a copy of its own.
+    for (options, nodes) in [(&["--capacity", "230M"][..], 0..2), (&["--capacity", "230M", "--verify-reads"], 0..1)] {
+        let cluster = session(2, options, &lens);
+        for node in nodes {
+            let view = cluster.view(node);
+            let fill = |message| {
+                // A slow drive does not take all at once, and what it does not take then is not cached.
+                for number in 0..lens.len() {
+                    let (file, mut bytes) = (view.open(&path(number)).unwrap(), vec![0; lens[number]]);
+                    view.read_at(&file, 0, &mut bytes).unwrap();
+                    let deadline = Instant::now() + Duration::from_secs(5);
+                    while Instant::now() < deadline && numbers(&view, lens.len(), false).contains(&number) {
+                        std::thread::sleep(Duration::from_millis(20));
+                    }
                 }
-            }
-            wait_until(message, || numbers(&view, lens.len(), false).len() < 2);
-        };
-        let run = |script: &str, large: &str| {
-            let mut command = cluster.dayfly();
-            command.args(["exec", "--node", &node.to_string(), "--", "python3", "-c", script, large]);
-            harness::output_of(command.stdin(Stdio::null()))
-        };
-        fill("most blocks are cached");
-        let found = printed(map(&cluster, node, 0, "look", 0, lens[0]));
-        assert_eq!(found.split_whitespace().next(), Some(&*sum));
-        let script = "import subprocess, sys; subprocess.run(['cksum'], stdin=open(sys.argv[1]), check=True)";
-        let output = run(script, &large);
-        assert!(output.status.success(), "{}", text(&output.stderr));
-        assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
-        fill("most blocks are cached again when the processes have ended");
+                wait_until(message, || numbers(&view, lens.len(), false).len() < 2);
+            };
+            let run = |script: &str, large: &str| {
+                let mut command = cluster.dayfly();
+                command.args(["exec", "--node", &node.to_string(), "--", "python3", "-c", script, large]);
+                harness::output_of(command.stdin(Stdio::null()))
+            };
+            fill("most blocks are cached");
+            let found = printed(map(&cluster, node, 0, "look", 0, lens[0]));
+            assert_eq!(found.split_whitespace().next(), Some(&*sum));
+            let script = "import subprocess, sys; subprocess.run(['cksum'], stdin=open(sys.argv[1]), check=True)";
+            let output = run(script, &large);
+            assert!(output.status.success(), "{}", text(&output.stderr));
+            assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
+            wait_until("unused copies are dropped", || mapped_bytes(&cluster) == 0);
+            fill("most blocks are cached again when the processes have ended");
+        }
+        cluster.down();
     }
-    cluster.down();
     // The node that stores more of the file has no room at all.
     let cluster = session(2, &["--capacity", "100M"], &lens[..1]);
     let read = |node: u16| ["exec", "--node", &node.to_string(), "--", "sh", "-c", "cksum < $0", &large].map(str::to_owned);
@@ -222,5 +239,101 @@ fn large_files_can_be_mapped_and_read_as_standard_input_when_the_drive_is_full_o
         outputs.iter().filter(|output| !output.status.success()).map(|output| text(&output.stderr)).collect();
     let is_clear = |message: &String| message.contains("has no room on '") && message.contains("No space left on device");
     assert!(!failed.is_empty() && failed.iter().all(is_clear), "{failed:?}");
+    cluster.down();
+}
+
+/// Reads a file as standard input, and runs it as a program, which prints where it lies. Prints the checksum, the inode, the mode and
+/// the size of the standard input, and the number in the program's place.
+const READ_AND_RUN: &str = r##"
+import os, re, subprocess, sys
+look = "import os, sys, zlib; s = os.fstat(0); print(zlib.crc32(sys.stdin.buffer.read()), s.st_ino, oct(s.st_mode), s.st_size)"
+with open(sys.argv[1]) as file:
+    subprocess.run([sys.executable, "-c", look], stdin=file, check=True)
+place = subprocess.run([sys.argv[1], "/proc/self/exe"], stdout=subprocess.PIPE, text=True, check=True).stdout
+print(re.search(r"#(\d+) \(deleted\)", place)[1])
+"##;
+
+/// SEMANTICS: "All processes of a node share the copy of a file of more than 64 MiB, whether they read it as standard input or run it,
+/// unless --verify-reads is on or the file's owner may not read it. Nobody may write to it. If root does so all the same, by way of
+/// /proc, no further process gets this copy."
+/// SEMANTICS: "The mode of a copy that processes share allows no writing."
+/// SEMANTICS: "The copies that processes share count as used room; status and df show how much they take, as mapped."
+#[test]
+fn a_large_file_is_one_kernel_file_for_all_processes_of_a_node() {
+    let mut bytes = fs::read("/usr/bin/readlink").unwrap();
+    bytes.extend(content(1, (66 << 20) + 12_345));
+    let sum = crc32(&bytes);
+    for options in [&[][..], &["--verify-reads"]] {
+        let ground = Ground::new();
+        fs::create_dir(ground.at("d")).unwrap();
+        fs::write(ground.at("d/0"), &bytes).unwrap();
+        fs::set_permissions(ground.at("d/0"), fs::Permissions::from_mode(0o755)).unwrap();
+        let cluster = ground.up_with(2, options);
+        cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+        cluster.ok(&["tune", "--cache", "off"]);
+        let before = cluster.used_bytes();
+        let mut holders = Vec::new();
+        for node in ["0", "1"] {
+            let mut holder = cluster.dayfly();
+            holder.args(["exec", "--node", node, "--", "sh", "-c", "exec sleep 1000 < $0", "/dayfly/d/0"]);
+            holders.push(holder.spawn().unwrap());
+            let command = || {
+                let mut command = cluster.dayfly();
+                command.args(["exec", "--node", node, "--", "python3", "-c", READ_AND_RUN, "/dayfly/d/0"]);
+                command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+            };
+            let all: Vec<String> = (0..3).map(|_| command()).collect::<Vec<_>>().into_iter().map(printed).collect();
+            for found in &all {
+                let words: Vec<&str> = found.split_whitespace().collect();
+                let mode = if options.is_empty() { "0o100555" } else { "0o100755" };
+                let expected = [&*sum, mode, &bytes.len().to_string()].map(str::to_owned);
+                assert_eq!([words[0], words[2], words[3]].map(str::to_owned), expected);
+                assert!(words[1] == words[4] || !options.is_empty(), "{all:?}");
+            }
+        }
+        let mapped = if options.is_empty() { 2 * bytes.len() as u64 } else { 0 };
+        assert_eq!(cluster.used_bytes(), before + mapped);
+        assert_eq!(mapped_bytes(&cluster), mapped);
+        let shown = cluster.ok(&["df"]);
+        let last: Vec<&str> = shown.lines().last().unwrap().split_whitespace().collect();
+        assert_eq!(last[3], (mapped / 1024).to_string(), "{shown}");
+        assert_eq!(cluster.ok(&["status"]).matches("keeps copies of").count(), if mapped > 0 { 2 } else { 0 });
+        let shell = |script: &str| {
+            let mut command = cluster.dayfly();
+            harness::output_of(command.args(["exec", "--node", "0", "--", "sh", "-c", script, "/dayfly/d/0"]))
+        };
+        // Only root gets through here.
+        let run = shell("sh -c 'sleep 3 1<>/dev/stdin' < $0 & sleep 1; $0 /proc/self/exe; wait");
+        assert!(text(&run.stdout).contains("(deleted)"), "{}", text(&run.stderr));
+        shell("sh -c ': > /dev/stdin' < $0");
+        let after = shell("cksum < $0");
+        assert!(text(&after.stdout).contains(&format!(" {}", bytes.len())), "{}", text(&after.stderr));
+        for holder in &mut holders {
+            holder.kill().unwrap();
+            holder.wait().unwrap();
+        }
+        wait_until("unused copies are dropped", || mapped_bytes(&cluster) == 0);
+        cluster.down();
+    }
+}
+
+/// SEMANTICS: "The same holds for the files of a dataset that is replaced."
+#[test]
+fn mappings_of_a_replaced_dataset_show_its_bytes_or_raise_sigbus() {
+    let lens = [2_500_000];
+    let (cluster, node) = session_of_two(&[], &lens);
+    let mut children = [node, 1 - node].map(|node| map(&cluster, node, 0, "wait", 0, lens[0]));
+    let mut outputs = children.each_mut().map(|child| BufReader::new(child.stdout.take().unwrap()));
+    let sums = outputs.each_mut().map(|output| line(output).split_whitespace().next().unwrap().to_owned());
+    assert_eq!(sums, [(); 2].map(|()| crc32(&content(0, lens[0]))));
+    fs::write(cluster.at("d/0"), content(7, lens[0])).unwrap();
+    cluster.ok(&["stage-in", "--replace", cluster.at("d").to_str().unwrap(), "/dayfly/d"]);
+    for child in &mut children {
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+    }
+    let rest = outputs.each_mut().map(line);
+    assert_eq!(rest, [format!("{}\n", sums[0]), String::new()], "the copy stays, and what is mapped in place is gone");
+    let ends = children.each_mut().map(|child| child.wait().unwrap());
+    assert!(ends[0].success() && ends[1].signal() == Some(nix::libc::SIGBUS), "{ends:?}");
     cluster.down();
 }

@@ -161,7 +161,7 @@ fn sorted_walks(text: &str) -> Vec<&str> {
 /// SEMANTICS: "The C library's calls with paths and descriptors, in all variants that glibc has, return what they return for a
 /// plain directory, except for the differences below. A successful call leaves errno unchanged."
 /// SEMANTICS: "Descriptors are numbers in the kernel's own table, each the lowest that is free."
-/// SEMANTICS: "Offsets are shared across dup, fork, and exec into other programs."
+/// SEMANTICS: "Offsets are shared across dup and fork and, for files of up to 64 MiB, across exec into other programs."
 /// SEMANTICS: "epoll refuses files, as on Linux; poll and select report them as ready."
 /// SEMANTICS: "Other programs (exec, posix_spawn, system, popen), and processes that receive a descriptor over a socket, find a
 /// kernel file behind the number."

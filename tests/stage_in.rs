@@ -115,8 +115,7 @@ fn every_format_comes_out_as_it_went_in() {
 }
 
 /// SEMANTICS: "Zips may be stored or compressed with deflate, bzip2, zstd or xz, and may be zip64.
-/// Their checksums are checked. Encrypted zips and other methods are errors. Names, permissions and
-/// symlinks are as `unzip` leaves them."
+/// Their checksums are checked. Encrypted zips and other methods are errors. Permissions and symlinks are as `unzip` leaves them."
 fn real_crates_and_wheels_come_out_as_their_tools_unpack_them() {
     let ground = Ground::new();
     let crates = glob::glob(&format!("{}/registry/cache/*/*.crate", cargo_home())).unwrap().map(Result::unwrap);
@@ -192,8 +191,7 @@ fn archives_of_parallel_packers_come_out_as_they_went_in() {
 }
 
 /// SEMANTICS: "Zips may be stored or compressed with deflate, bzip2, zstd or xz, and may be zip64.
-/// Their checksums are checked. Encrypted zips and other methods are errors. Names, permissions and
-/// symlinks are as `unzip` leaves them."
+/// Their checksums are checked. Encrypted zips and other methods are errors. Permissions and symlinks are as `unzip` leaves them."
 fn zips_come_out_as_unzip_unpacks_them() {
     let ground = Ground::new();
     make_tree(&ground.at("tree"), 100);

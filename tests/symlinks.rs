@@ -168,3 +168,28 @@ fn archives_with_several_names_are_unpacked_under_each() {
     assert_eq!(cluster.ok(&["cat", "/dayfly/e/c/file"]), "a sample");
     cluster.down();
 }
+
+/// SEMANTICS: "With `--strip-components`, what lies in different folders of a tree whose names are stripped is not linked: each of
+/// several names of a file, or of symlinks that lead to it, becomes a file of its own."
+#[test]
+fn names_in_different_stripped_folders_are_not_linked() {
+    let ground = Ground::new();
+    let tree = ground.at("tree");
+    for folder in ["a/within", "b"] {
+        fs::create_dir_all(tree.join(folder)).unwrap();
+    }
+    fs::write(tree.join("a/1"), "content").unwrap();
+    for name in ["a/within/2", "b/3"] {
+        fs::hard_link(tree.join("a/1"), tree.join(name)).unwrap();
+    }
+    symlink("../a/1", tree.join("b/4")).unwrap();
+    let cluster = ground.up(2);
+    cluster.ok(&["stage-in", "--dereference", "--strip-components", "1", "tree", "/dayfly/x"]);
+    let inode = |name: &str| cluster.ok(&["exec", "--", "stat", "-c", "%i", &format!("/dayfly/x/{name}")]);
+    let inodes = ["1", "within/2", "3", "4"].map(inode);
+    assert!(inodes[0] == inodes[1] && inodes[2] == inodes[3] && inodes[0] != inodes[2], "{inodes:?}");
+    for name in ["1", "within/2", "3", "4"] {
+        assert_eq!(cluster.ok(&["cat", &format!("/dayfly/x/{name}")]), "content");
+    }
+    cluster.down();
+}

@@ -106,6 +106,7 @@ fn only_the_rdma_modules_name_rdma_verbs() {
 fn unsafe_code_is_where_the_design_says() {
     let allowed = [
         "meta/src/shared.rs",
+        "server/src/store/in_use.rs",
         "server/src/store/write_back.rs",
         "server/transport/src/region.rs",
         // The boundary with libibverbs: its structures, and the objects that own them and destroy them.

@@ -5,17 +5,15 @@
 //! from several threads and, after [`Session::after_fork`], in a forked child. If the server has died or
 //! ended and another one has taken its place, the session attaches to that one with the next request.
 
-use std::fs::File;
 use std::ops::Deref;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
 
-use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId, SessionId};
-use dayfly_meta::limits::{ORDER_PART_SAMPLES, SHARED_COPY_INTERVAL, SHARED_COPY_PATIENCE};
+use dayfly_meta::id::{DatasetId, NodeId, SampleId, SessionId};
+use dayfly_meta::limits::ORDER_PART_SAMPLES;
 use dayfly_meta::wire::control::{Command, Event};
-use dayfly_meta::wire::local::{BlockCopy, FromClient, FromServer};
+use dayfly_meta::wire::local::{FromClient, FromServer};
 use nix::libc;
 
 use crate::attachment::{Attachment, Connection};
@@ -319,84 +317,6 @@ impl Session {
             })
         })?;
         if is_restored { Ok(()) } else { Err(ClientError::Gone) }
-    }
-
-    /// Returns an unnamed file with room for `len` bytes in the node's data dir, for a program that
-    /// needs a kernel file.
-    ///
-    /// # Errors
-    ///
-    /// If the data dir has no room, or the server does not answer.
-    pub fn spill(&self, len: u64) -> Result<File, ClientError> {
-        self.with_connection(&always, |Connection { socket, .. }| {
-            socket.send(&FromClient::Spill { len })?;
-            match socket.receive()? {
-                (FromServer::Spill, files) => files.into_iter().next().ok_or(ClientError::Protocol("an answer without its file")),
-                (FromServer::Refused { reason }, _) => Err(ClientError::NoCopy(reason)),
-                (other, _) => Err(unexpected(other)),
-            }
-        })
-    }
-
-    /// Returns the file with a copy of a block that all processes of this node map. If there is no copy yet, `fill` writes the bytes
-    /// of the block into a new file. If another process does so, waits for it. `None` if the node has no such copy, for example for
-    /// lack of room.
-    ///
-    /// # Errors
-    ///
-    /// The errors of `fill`.
-    pub fn shared_copy<E>(
-        &self,
-        dataset: &Dataset,
-        block: BlockId,
-        fill: impl FnOnce(&File) -> Result<(), E>,
-    ) -> Result<Option<File>, E> {
-        let _whole = cancellation::Whole::begin();
-        // Dropping a connection or a file closes a descriptor, where a thread may be canceled. Signals wait only while this process
-        // waits for the server, and not while it copies.
-        let _deferral = cancellation::defer();
-        let taken = {
-            let _uninterrupted = cancellation::uninterrupted();
-            self.take_connection()
-        };
-        let Ok(mut connection) = taken else { return Ok(None) };
-        // Another server may have given other numbers to its datasets.
-        if !dataset.is_of(&connection.attachment) {
-            return Ok(None);
-        }
-        let ask = |connection: &mut Connection, request: &FromClient| {
-            let _uninterrupted = cancellation::uninterrupted();
-            connection.socket.send(request)?;
-            match connection.socket.receive()? {
-                (FromServer::BlockCopy(state), files) => Ok((state, files.into_iter().next())),
-                (other, _) => Err(unexpected(other)),
-            }
-        };
-        let deadline = Instant::now() + SHARED_COPY_PATIENCE;
-        loop {
-            // A failed connection is dropped, so that no later request mistakes a late answer for its own.
-            let Ok((state, file)) = ask(&mut connection, &FromClient::ShareBlock { dataset: dataset.id(), block }) else {
-                return Ok(None);
-            };
-            let file = match (state, file) {
-                (BlockCopy::Whole, file) => file,
-                (BlockCopy::Assigned, Some(file)) => {
-                    // If this fails, the server gives the copy up, because the connection is dropped.
-                    fill(&file)?;
-                    match ask(&mut connection, &FromClient::BlockFilled) {
-                        Ok((BlockCopy::Whole, file)) => file,
-                        _ => return Ok(None),
-                    }
-                }
-                (BlockCopy::Busy, _) if Instant::now() < deadline => {
-                    std::thread::sleep(SHARED_COPY_INTERVAL);
-                    continue;
-                }
-                _ => None,
-            };
-            self.put_connection(connection);
-            return Ok(file);
-        }
     }
 
     /// Sends a command and passes each event to `on_event`, including the last one, which is the

@@ -75,6 +75,7 @@ pub mod raw_call;
 mod read;
 pub mod reserved_fd;
 mod segment_map;
+mod shared_copy;
 mod socket;
 pub mod thread_number;
 mod verify;

@@ -460,8 +460,7 @@ pub const RDMA_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 pub const SEGMENT_MAP_BYTES_MAX: u64 = 4 << 30;
 /// Segments are mapped in windows of this length, as they are read.
 pub const SEGMENT_WINDOW_LEN: u64 = 64 << 20;
-/// Idle connections to its server that a process holds for its next requests. Further ones are
-/// opened and closed as they are needed.
+/// Idle connections to its server that a process holds for its next requests. Further ones are opened and closed as needed.
 pub const IDLE_CONNECTIONS_MAX: usize = 4;
 /// Size up to which a file is copied into memory for a program that cannot use the preload library. Larger files are copied to a
 /// data dir.
@@ -471,12 +470,14 @@ pub const MEMORY_COPY_LEN_MAX: u64 = 64 << 20;
 pub const SHARED_COPY_LEN_MIN: u64 = 1 << 20;
 /// A mapping that needs less than one part in this many of a block does not bring in all of the block.
 pub const SHARED_COPY_PARTS: u64 = 4;
-/// The most blocks of which a server keeps copies for mappings. Each costs it a descriptor.
+/// The most copies that a server keeps for processes to share. Each costs it a descriptor.
 pub const SHARED_COPIES_MAX: usize = 1024;
-/// How long a process waits for another one that makes a copy of a block. Then it makes a copy of its own.
+/// How long a process waits for another one that makes a copy, from when the copy has last grown. Then it makes a copy of its own.
 pub const SHARED_COPY_PATIENCE: Duration = Duration::from_secs(10);
 /// How often it asks whether the copy is complete.
 pub const SHARED_COPY_INTERVAL: Duration = Duration::from_millis(5);
+/// How often a server looks for shared copies that nobody uses. It drops those that were idle in two looks.
+pub const SHARED_COPY_LOOK_INTERVAL: Duration = Duration::from_secs(15);
 
 /// The kernel probes a silent connection at this interval.
 pub const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(10);

@@ -138,7 +138,9 @@ metrics! {
         |node| vec![(String::new(), node.predicted_local_permille as f64 / 1000.0)];
     "dayfly_used_bytes" Gauge "" "Bytes taken on the node's drives, not counting cached blocks that can be evicted."
         |node| one(node.used_bytes);
-    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can evict them, without the room for copies that are still to come (`--copies`)."
+    "dayfly_mapped_bytes" Gauge "" "Bytes of the copies that processes of the node map, read as standard input, or run. They are part of the used bytes, and make way for stage-ins."
+        |node| one(node.mapped_bytes);
+    "dayfly_free_bytes" Gauge "" "Bytes that a stage-in may still take: the free part of the node's capacity (or the free space of the file systems, if that is less), plus the bytes of cached blocks and of unused mapped copies, because a stage-in can drop them, without the room for copies that are still to come (`--copies`)."
         |node| one(node.free_bytes);
     "dayfly_taken_bytes" Gauge "" "Bytes that the node's files take, as their file systems count them, including cached blocks."
         |node| one(node.taken_bytes);

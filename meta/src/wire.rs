@@ -21,7 +21,7 @@ use rkyv::{Archive, Deserialize, Serialize};
 
 /// Version of all messages and frames. Any change to a message or frame must increment the version.
 /// Both ends must have the same version, because all processes of a session run the same binary.
-pub const VERSION: u32 = 18;
+pub const VERSION: u32 = 19;
 
 /// Bytes that are not a message of this version.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]

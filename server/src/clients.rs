@@ -25,9 +25,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{BlockId, DatasetId, NodeId, SampleId, SessionId};
+use dayfly_meta::id::{DatasetId, NodeId, SampleId, SessionId};
 use dayfly_meta::limits::{BATCH_BLOCKS_MAX, CLIENTS_MAX, ORDER_PART_SAMPLES, RECHECKED_CHUNKS_MAX};
-use dayfly_meta::wire::local::{BlockCopy, FromClient, FromServer};
+use dayfly_meta::wire::local::{CopyState, FromClient, FromServer, Original};
 use dayfly_meta::wire::{VERSION, decode};
 use nix::unistd::geteuid;
 use tokio::net::UnixListener;
@@ -44,7 +44,7 @@ use crate::processes::{Attachment, Processes, exit_of};
 use crate::room::Room;
 use crate::stats::ClientReads;
 use crate::status::StatusReporter;
-use crate::store::{Filling, Share, Store};
+use crate::store::{Filling, Share, ShareError, Store};
 use read_ahead::ReadAhead;
 use socket::{Receiver, Sender};
 
@@ -177,7 +177,7 @@ struct Client {
     read_ahead: ReadAhead,
     /// A sample order that is still arriving in parts.
     order: SampleOrder,
-    /// The copy of a block that the client fills. If the connection ends before that, the copy is given up.
+    /// The copy that the client fills. If the connection ends before that, the copy is given up.
     filling: Option<Filling>,
     /// Whether cached blocks may have made way for copies that the client has made.
     has_made_room: bool,
@@ -247,8 +247,8 @@ impl Client {
             FromClient::Order { dataset, samples, is_last } => self.order(dataset, samples, is_last).await,
             FromClient::Spill { len } => self.spill(len).await,
             FromClient::Control(command) => self.control(command).await,
-            FromClient::ShareBlock { dataset, block } => self.share_block(dataset, block).await,
-            FromClient::BlockFilled => self.finish_block().await,
+            FromClient::ShareCopy { dataset, original } => self.share_copy(dataset, original).await,
+            FromClient::CopyFilled => self.finish_copy().await,
         }
     }
 
@@ -312,30 +312,41 @@ impl Client {
         self.sender.send(&FromServer::Ordered, &[]).await
     }
 
-    /// Answers with the copy of a block that all processes of this node map, or assigns it to the client.
-    async fn share_block(&mut self, dataset: DatasetId, block: BlockId) -> io::Result<()> {
+    /// Answers with a copy that all processes of this node share, or assigns it to the client. Cached blocks make way for it.
+    async fn share_copy(&mut self, dataset: DatasetId, original: Original) -> io::Result<()> {
         self.filling = None;
-        let store = self.context.store.clone();
-        let shared = self.context.blocking.run(move || store.share_block(dataset, block)).await;
-        match shared.map_err(io::Error::other)? {
-            Ok(Share::Whole(file)) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Whole), &[&file]).await,
-            Ok(Share::Busy) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Busy), &[]).await,
+        let (store, blocking) = (self.context.store.clone(), self.context.blocking.clone());
+        let share = move || {
+            let store = store.clone();
+            blocking.run(move || store.share_copy(dataset, original))
+        };
+        let mut shared = share().await.map_err(io::Error::other)?;
+        if let Err(ShareError::NoRoom(len)) = shared {
+            self.has_made_room = true;
+            if self.context.room.make_room_for_copy(len).await.is_ok_and(|has_room| has_room) {
+                shared = share().await.map_err(io::Error::other)?;
+            }
+        }
+        let answer = |state| FromServer::SharedCopy(state);
+        match shared {
+            Ok(Share::Whole(file)) => self.sender.send(&answer(CopyState::Whole), &[&file]).await,
+            Ok(Share::Busy(filled)) => self.sender.send(&answer(CopyState::Busy { filled }), &[]).await,
             Ok(Share::Assigned(filling)) => {
                 let filling = self.filling.insert(filling);
-                self.sender.send(&FromServer::BlockCopy(BlockCopy::Assigned), &[filling.file()]).await
+                self.sender.send(&answer(CopyState::Assigned), &[filling.file()]).await
             }
             Err(error) => self.refuse(&error.to_string()).await,
         }
     }
 
     /// Gives the copy that the client has filled to all processes.
-    async fn finish_block(&mut self) -> io::Result<()> {
-        let Some(filling) = self.filling.take() else { return self.refuse("no copy of a block was assigned").await };
+    async fn finish_copy(&mut self) -> io::Result<()> {
+        let Some(filling) = self.filling.take() else { return self.refuse("no copy was assigned").await };
         let finished = self.context.blocking.run(move || filling.finish()).await;
         match finished.map_err(io::Error::other)? {
-            Ok(file) => self.sender.send(&FromServer::BlockCopy(BlockCopy::Whole), &[&file]).await,
+            Ok(file) => self.sender.send(&FromServer::SharedCopy(CopyState::Whole), &[&file]).await,
             Err(error) => {
-                tracing::warn!(%error, "a process has failed to copy a block");
+                tracing::warn!(%error, "a process has failed to make a copy");
                 self.refuse(&error.to_string()).await
             }
         }

@@ -376,6 +376,7 @@ impl Node {
         tasks.spawn(parts.coordinator.clone().follow_roster());
         tasks.spawn(advance_turns(parts.store.status_page().clone(), parts.config.deadlines.heartbeat_interval));
         tasks.spawn(parts.recovery().run());
+        tasks.spawn(parts.room.clone().drop_idle_copies());
         let running = Running { _peers: serving, _service: service, _clients: clients, _tasks: tasks, _beats: None };
         tracing::info!("this node is serving");
         Ok(Arc::new(Self { address, parts, running: Mutex::new(Some(running)) }))

@@ -18,6 +18,7 @@ use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::limits::SHARED_COPY_LOOK_INTERVAL;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
 use tokio::sync::Mutex;
@@ -315,6 +316,17 @@ impl Room {
         }
     }
 
+    /// Drops shared copies that nobody uses anymore, so that blocks can be cached in their room. Runs until it is dropped.
+    pub(crate) async fn drop_idle_copies(self: Arc<Self>) {
+        loop {
+            sleep(SHARED_COPY_LOOK_INTERVAL).await;
+            let is_freed = self.on_drives(|room| room.store.drop_idle_copies()).await.unwrap_or(false);
+            if is_freed && let Err(error) = self.plan_cache().await {
+                tracing::warn!(%error, "cannot plan again which blocks this node caches after copies have been dropped");
+            }
+        }
+    }
+
     /// Returns whether more blocks of a dataset could be cached if other programs had left our capacity on the drives free.
     pub(crate) async fn is_taken_by_others(self: &Arc<Self>, dataset: &Arc<Dataset>) -> bool {
         let dataset = dataset.clone();
@@ -330,9 +342,8 @@ impl Room {
         self.stage_ins.load(Ordering::Acquire) > 0
     }
 
-    /// Drops the copies that processes map, and evicts about `wanted` bytes of cached blocks, or all of them. Returns the bytes freed.
+    /// Drops the copies that processes have shared, and evicts about `wanted` bytes of cached blocks, or all of them. Returns the bytes freed.
     async fn evict(self: &Arc<Self>, wanted: u64) -> Result<u64, RoomError> {
-        // What processes still map stays on the drive until they unmap it.
         let mut freed = self.on_drives(|room| room.store.drop_shared_copies()).await?;
         let mut rounds = 0;
         while freed < wanted {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use dayfly_meta::limits::PAGE_SIZE;
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest};
-use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Status};
+use dayfly_meta::wire::status::{DatasetStatus, NodeEntry, NodeStatus, Reads, Status, divide_shared_room};
 use dayfly_transport::Transport;
 use futures_util::future::join_all;
 
@@ -65,8 +65,10 @@ impl StatusReporter {
             damaged: self.damage.get(),
             held_bytes: sum(&|dataset| dataset.owned().bytes),
             used_bytes: self.store.used().saturating_sub(self.store.evictable_room()),
+            mapped_bytes: self.store.shared_copies_bytes(),
             capacity_bytes: self.store.capacity(),
-            free_bytes: self.store.free(),
+            free_bytes: self.store.free() + self.store.unused_copies_bytes(),
+            file_systems: self.store.file_systems(),
             taken_bytes: self.taken_bytes(),
             cached_room_bytes: self.store.evictable_room(),
             arena_bytes: self.arena.len(),
@@ -131,7 +133,8 @@ impl StatusReporter {
             };
             NodeEntry { node, address, status, lost_for_ms: None }
         });
-        let nodes = join_all(asking).await;
+        let mut nodes = join_all(asking).await;
+        divide_shared_room(nodes.iter_mut().filter_map(|entry| entry.status.as_mut().ok()));
         let dataset = |dataset: &Arc<Dataset>| {
             let header = dataset.catalog().header();
             let (samples, bytes) = (u64::from(header.samples), header.bytes);

@@ -10,7 +10,8 @@
 //! - [`cached_blocks`]: which blocks a dataset caches here, and how they are written, published and evicted.
 //! - [`taken_over`]: which blocks this node holds in place of lost owners.
 //! - [`copies`]: which nodes hold copies of a block, and the copies on this node.
-//! - [`shared_copies`]: copies of blocks that processes map.
+//! - [`in_use`]: whether processes use a file without a name.
+//! - [`shared_copies`]: copies of blocks and samples that processes map, read as standard input, or run.
 //! - [`windows`]: sorts blocks in bounded memory.
 //! - [`write_back`]: brings written bytes onto the drive, and remembers what the drive lost.
 //! - [`pages`]: a bitmap of used pages, for giving unused ones back to the file system.
@@ -32,6 +33,7 @@ mod cached_blocks;
 mod copies;
 mod dataset;
 mod drive;
+mod in_use;
 mod pages;
 mod segment;
 mod shared_copies;
@@ -47,13 +49,16 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_meta::id::DatasetId;
 use dayfly_meta::path::{display, is_below, join};
 use dayfly_meta::status_page::{self, Counters, StatusPage};
 use dayfly_meta::wire::control::Counts;
+use dayfly_meta::wire::local::Original;
 use dayfly_meta::wire::peer::ListedDataset;
+use dayfly_meta::wire::status::FileSystemRoom;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 pub(crate) use cached_blocks::{CacheShares, lowered_threshold};
 pub(crate) use dataset::{ChunkInfo, Dataset, NewDataset, PrepareError};
@@ -138,14 +143,30 @@ impl Store {
     /// Returns the bytes that a stage-in may still take: the free part of our capacity, or less where other programs have filled
     /// the file systems, plus the room of cached blocks, which can be evicted, without the room of blocks that are kept.
     pub(crate) fn free(&self) -> u64 {
-        // Free bytes are summed by file system, because two data dirs may share one.
+        let free = self.free_by_device().values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>();
+        (free + self.cached_room()).saturating_sub(room_of(self.kept_bytes()))
+    }
+
+    /// Returns the free part of our capacity and the free bytes of each file system. Two data dirs may share one.
+    fn free_by_device(&self) -> BTreeMap<u64, (u64, u64)> {
         let mut by_device = BTreeMap::new();
         for drive in &self.drives {
             let free: &mut (u64, u64) = by_device.entry(drive.device()).or_default();
             *free = (free.0 + drive.free(), drive.free_on_file_system());
         }
-        let free = by_device.values().map(|&(ours, file_system)| ours.min(file_system)).sum::<u64>();
-        (free + self.cached_room()).saturating_sub(room_of(self.kept_bytes()))
+        by_device
+    }
+
+    /// Returns the room on the file systems of the data dirs.
+    pub(crate) fn file_systems(&self) -> Vec<FileSystemRoom> {
+        // Changes with each start of the machine, and is the same in all of its containers.
+        let machine = std::fs::read("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let room = |(device, (capacity_bytes, free_bytes)): (u64, (u64, u64))| FileSystemRoom {
+            id: xxh3_64_with_seed(&machine, device),
+            capacity_bytes,
+            free_bytes,
+        };
+        self.free_by_device().into_iter().map(room).collect()
     }
 
     /// A stage-in needs headroom for its catalog and runs: `bytes`, or the usual headroom if that is more. Returns how many of
@@ -338,15 +359,30 @@ impl Store {
         }
     }
 
-    /// Returns the copy of a block that all processes of this node map, or begins one. Waits for a drive.
-    pub(crate) fn share_block(&self, dataset: DatasetId, block: BlockId) -> Result<Share, ShareError> {
-        let dataset = self.dataset(dataset).ok_or(ShareError::Unknown(block))?;
-        let share = self.shared_copies.share(&self.roomiest_drive(), &dataset, block)?;
+    /// Returns a copy that all processes of this node share, or begins one. Waits for a drive.
+    pub(crate) fn share_copy(&self, dataset: DatasetId, original: Original) -> Result<Share, ShareError> {
+        let dataset = self.dataset(dataset).ok_or(ShareError::Unknown)?;
+        let share = self.shared_copies.share(&self.roomiest_drive(), &dataset, original)?;
         // The dataset may have been hidden before its copy was recorded.
-        if self.dataset(dataset.id()).is_some() { Ok(share) } else { Err(ShareError::Unknown(block)) }
+        if self.dataset(dataset.id()).is_some() { Ok(share) } else { Err(ShareError::Unknown) }
     }
 
-    /// Drops the copies that processes map, because their room is needed. Returns the bytes of room that they had.
+    /// Returns the room of the copies that processes share.
+    pub(crate) fn shared_copies_bytes(&self) -> u64 {
+        self.shared_copies.bytes()
+    }
+
+    /// Returns the room of the shared copies that would make way for a stage-in.
+    pub(crate) fn unused_copies_bytes(&self) -> u64 {
+        self.shared_copies.unused_bytes()
+    }
+
+    /// Drops the shared copies that nobody has used or wanted since the call before the last one. Returns whether there were any.
+    pub(crate) fn drop_idle_copies(&self) -> bool {
+        self.shared_copies.drop_idle() > 0
+    }
+
+    /// Drops the shared copies that no process uses, because their room is needed. Returns the bytes of room that they had.
     pub(crate) fn drop_shared_copies(&self) -> u64 {
         self.shared_copies.make_way()
     }

@@ -20,7 +20,8 @@ fn tree(root: &Path) {
     };
     put("data", &bytes(300_001, 2_654_435_761), 0o640);
     put("small", &bytes(3000, 977), 0o644);
-    put("large", &bytes(70_000_000, 2_246_822_519), 0o644);
+    // Processes share the kernel file of a file of this size, so its mode allows no writing.
+    put("large", &bytes(70_000_000, 2_246_822_519), 0o444);
     put("bare", &bytes(8000, 3_266_489_917), 0o400);
     put("script", b"#!/bin/sh\necho a script that is longer than the place that is read\n", 0o755);
     fs::create_dir(root.join("folder")).unwrap();

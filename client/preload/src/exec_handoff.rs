@@ -33,7 +33,7 @@ use dayfly_meta::limits::MEMORY_COPY_LEN_MAX;
 
 use crate::attach::{known_view, view};
 use crate::fault::Fault;
-use crate::kernel_copy::{copy_of, empty, errno_of, fill, named_copy_of};
+use crate::kernel_copy::{begin, copy_of, errno_of, fill, named_copy_of};
 use crate::offset::{EMPTY, FILLED};
 use crate::place::Place;
 use crate::table::{self, Object, Reference};
@@ -48,7 +48,7 @@ const PREPARED_MAX: usize = 64;
 fn filled_copy<'a>(view: &View, description: &'a Reference) -> Result<&'a ReservedFd, Fault> {
     let file = description.file()?;
     if description.offset.kernel_copy().is_none() {
-        description.offset.set_kernel_copy(ReservedFd::new(empty(view, file)?));
+        description.offset.set_kernel_copy(ReservedFd::new(begin(view, file)?));
     }
     let copy = description.offset.kernel_copy().ok_or(libc::EIO)?;
     let filled = description.offset.filled();
@@ -96,7 +96,7 @@ pub(crate) fn prepare_fork() {
         if let Ok(file) = description.file()
             && description.offset.kernel_copy().is_none()
             && file.stat().size <= MEMORY_COPY_LEN_MAX
-            && let Ok(empty) = empty(view, file)
+            && let Ok(empty) = begin(view, file)
         {
             description.offset.set_kernel_copy(ReservedFd::new(empty));
         }

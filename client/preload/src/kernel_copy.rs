@@ -2,7 +2,8 @@
 //! kernel's `exec`, a mapping.
 //!
 //! A copy of up to `MEMORY_COPY_LEN_MAX` bytes is a memfd, which is sealed once it is complete. A larger one would take too
-//! much memory: it is a file without a name on the node's data dir.
+//! much memory: it is a file without a name on the node's data dir, and all processes of the node share it. Only if the node has no
+//! such file, for example because processes verify what they read, a process has a file of its own there.
 //!
 //! A program gets a descriptor that is open for reading only, as every file of the namespace is. The kernel itself then refuses to
 //! write to the file, to truncate it, or to make a mapping of it writable.
@@ -15,6 +16,7 @@ use std::time::{Duration, SystemTime};
 
 use dayfly_client::{OpenFile, Stat, View};
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, MEMORY_COPY_LEN_MAX};
+use dayfly_meta::wire::local::Original;
 
 use crate::fault::Fault;
 use crate::heap::buffer;
@@ -30,9 +32,24 @@ pub(crate) fn errno_of(error: &std::io::Error) -> Errno {
     error.raw_os_error().unwrap_or(libc::EIO)
 }
 
-/// Creates an empty file that has room for all of a file. The descriptor is open for reading; [`fill`] opens the file again.
-pub(crate) fn empty(view: &View, file: &OpenFile) -> Result<File, Fault> {
-    Ok(read_only(empty_of(view, file, file.stat().size)?))
+/// Creates a file for [`fill`], unless there is a shared copy. The descriptor is open for reading; [`fill`] opens the file again.
+pub(crate) fn begin(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    match shared(view, file)? {
+        Some(copy) => Ok(copy),
+        None => Ok(read_only(empty_of(view, file, file.stat().size)?)),
+    }
+}
+
+/// Returns the copy of a large file that all processes of the node share. `None` if there is none.
+fn shared(view: &View, file: &OpenFile) -> Result<Option<File>, Fault> {
+    let Stat { size, permissions, .. } = file.stat();
+    // The server opens the copy again for each process, so it must be readable.
+    if size <= MEMORY_COPY_LEN_MAX || permissions & 0o400 == 0 || view.session().verifies_reads() {
+        return Ok(None);
+    }
+    // Nobody may open it for writing by its name in /proc.
+    let fill = |copy: &File| write(view, file, copy, permissions & !0o222);
+    view.session().shared_copy(file.dataset(), Original::Sample(file.sample()), fill)
 }
 
 /// Creates an empty file that has room for `len` bytes of a file. The descriptor is open for reading and writing.
@@ -48,23 +65,34 @@ pub(crate) fn empty_of(view: &View, file: &OpenFile, len: u64) -> Result<File, F
     Ok(memory::owned(descriptor)?)
 }
 
-/// Copies all of a file, with its mode and its time. Afterward, nobody can change an in-memory copy.
+/// Copies all of a file, with its mode and its time, unless the copy is whole. Afterward, nobody can change an in-memory copy.
 ///
 /// # Errors
 ///
 /// EBADF if the copy was opened for reading and /proc is not mounted anymore, so it cannot be opened for writing.
 pub(crate) fn fill(view: &View, file: &OpenFile, copy: &File) -> Result<(), Fault> {
     let stat = file.stat();
+    // A copy is written from its beginning to its end.
+    if stat.size > MEMORY_COPY_LEN_MAX && copy.metadata().is_ok_and(|copy| copy.len() == stat.size) {
+        return Ok(());
+    }
     let writer = again(copy, OpenOptions::new().write(true));
     let writer = writer.as_ref().unwrap_or(copy);
-    copy_range(view, file, 0, stat.size, writer, 0)?;
-    // Even without the mode and the times, the copy has the right bytes, which matters more.
-    let _ = copy.set_permissions(Permissions::from_mode(stat.permissions));
-    let _ = times(&stat).map(|times| writer.set_times(times));
+    write(view, file, writer, stat.permissions)?;
     if stat.size <= MEMORY_COPY_LEN_MAX {
         let seals = libc::F_SEAL_WRITE | libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
         next::fcntl_number(writer.as_raw_fd(), libc::F_ADD_SEALS, seals);
     }
+    Ok(())
+}
+
+/// Copies all of a file into an empty one, with its time.
+fn write(view: &View, file: &OpenFile, copy: &File, permissions: u32) -> Result<(), Fault> {
+    let stat = file.stat();
+    copy_range(view, file, 0, stat.size, copy, 0)?;
+    // Even without the mode and the times, the copy has the right bytes, which matters more.
+    let _ = copy.set_permissions(Permissions::from_mode(permissions));
+    let _ = times(&stat).map(|times| copy.set_times(times));
     Ok(())
 }
 
@@ -96,8 +124,16 @@ pub(crate) fn copy_range(view: &View, file: &OpenFile, from: u64, len: u64, to: 
     Ok(())
 }
 
-/// Creates a complete copy of a file, with offset 0.
+/// Returns a complete copy of a file, with offset 0.
 pub(crate) fn copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    match shared(view, file)? {
+        Some(copy) => Ok(copy),
+        None => own_copy_of(view, file),
+    }
+}
+
+/// Creates a complete copy of a file, which no other process uses, with offset 0.
+pub(crate) fn own_copy_of(view: &View, file: &OpenFile) -> Result<File, Fault> {
     let writable = empty_of(view, file, file.stat().size)?;
     // Opened before the file gets its own mode, which may not allow it.
     let copy = read_only(writable);

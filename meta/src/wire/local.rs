@@ -54,15 +54,15 @@ pub enum FromClient {
     },
     /// A command. Answers: `Event`s; the last one is the result.
     Control(Command),
-    /// Asks for the copy of a block that all processes of the node map. Answer: `BlockCopy`.
-    ShareBlock {
-        /// The dataset that the block belongs to.
+    /// Asks for a copy that all processes of the node share. Answer: `SharedCopy`.
+    ShareCopy {
+        /// The dataset that the bytes belong to.
         dataset: DatasetId,
-        /// The block that the client is about to map.
-        block: BlockId,
+        /// The bytes that the copy is to have.
+        original: Original,
     },
-    /// Says that the client has filled the copy that the last `BlockCopy` on this connection assigned to it. Answer: `BlockCopy`.
-    BlockFilled,
+    /// Says that the client has filled the copy that the last `SharedCopy` on this connection assigned to it. Answer: `SharedCopy`.
+    CopyFilled,
 }
 
 /// An answer from a server.
@@ -127,9 +127,9 @@ pub enum FromServer {
     Ordered,
     /// Descriptor: an empty, unnamed, writable file.
     Spill,
-    /// The copy of a block. Descriptor: the copy, a file without a name, which is writable only if the client is to fill it. None while
-    /// another process fills it.
-    BlockCopy(BlockCopy),
+    /// A copy that processes share. Descriptor: the copy, a file without a name, which is writable only if the client is to fill it.
+    /// None while another process fills it.
+    SharedCopy(CopyState),
     /// A report about a command.
     Event(Event),
     /// The request was rejected.
@@ -139,15 +139,27 @@ pub enum FromServer {
     },
 }
 
-/// How far the copy of a block is.
+/// What processes share a copy of.
+#[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Original {
+    /// A block, which processes map.
+    Block(BlockId),
+    /// A sample, which programs read as a file of the kernel, or which they run.
+    Sample(SampleId),
+}
+
+/// How far a copy is.
 #[derive(Archive, Serialize, Deserialize, Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BlockCopy {
-    /// It has all bytes of the block, and the server has checked them.
+pub enum CopyState {
+    /// It has all bytes, and the server has checked them.
     Whole,
     /// It is empty, and the client is to fill it.
     Assigned,
     /// Another process fills it.
-    Busy,
+    Busy {
+        /// The number of bytes that the copy has so far.
+        filled: u64,
+    },
 }
 
 /// The result for one chunk of a request.

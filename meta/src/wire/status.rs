@@ -1,5 +1,7 @@
 //! The state of a session as its nodes report it, and the policy that they follow.
 
+use std::collections::HashMap;
+
 use rkyv::{Archive, Deserialize, Serialize};
 
 use crate::id::NodeId;
@@ -103,6 +105,37 @@ pub struct Status {
     pub datasets: Vec<DatasetStatus>,
 }
 
+/// Room on a file system, on which several servers of one machine may have data dirs.
+#[derive(Archive, Serialize, Deserialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct FileSystemRoom {
+    /// Tells the file system from all others, also from those of other machines.
+    pub id: u64,
+    /// The free part of the node's capacity there.
+    pub capacity_bytes: u64,
+    /// What the file system has free, for everybody.
+    pub free_bytes: u64,
+}
+
+/// Lowers the free bytes of nodes whose data dirs share file systems, if these have less room than the nodes expect together. Each
+/// node gets a part in proportion to what it expects.
+pub fn divide_shared_room<'a>(nodes: impl Iterator<Item = &'a mut NodeStatus>) {
+    let nodes: Vec<&mut NodeStatus> = nodes.collect();
+    let mut expected: HashMap<u64, (u128, u64)> = HashMap::new();
+    for room in nodes.iter().flat_map(|node| &node.file_systems) {
+        let (all, free) = expected.entry(room.id).or_insert((0, room.free_bytes));
+        *all += u128::from(room.capacity_bytes.min(room.free_bytes));
+        *free = room.free_bytes.min(*free);
+    }
+    for node in nodes {
+        for room in &node.file_systems {
+            let (all, free) = expected.get(&room.id).copied().unwrap_or_default();
+            let mine = room.capacity_bytes.min(room.free_bytes);
+            let part = (u128::from(mine) * u128::from(free)).checked_div(all).unwrap_or(0) as u64;
+            node.free_bytes = node.free_bytes.saturating_sub(mine.saturating_sub(part));
+        }
+    }
+}
+
 /// A node's entry in `status`.
 #[derive(Archive, Serialize, Deserialize, Clone, Debug, PartialEq, Eq)]
 pub struct NodeEntry {
@@ -165,12 +198,17 @@ pub struct NodeStatus {
     /// Bytes taken in the data dirs by segments and catalogs, which have no names that `du` could
     /// find. Cached blocks do not count unless they are kept, because they make room for others.
     pub used_bytes: u64,
+    /// The part of [`Self::used_bytes`] that copies take which processes of the node share: they map them, read them as standard
+    /// input, or run them. These copies make way for stage-ins.
+    pub mapped_bytes: u64,
     /// Bytes that the node may take in its data dirs.
     pub capacity_bytes: u64,
     /// Bytes that a stage-in may still take: the free part of the capacity (or the free space of
-    /// the file systems, if that is less), plus the bytes of cached blocks, because a stage-in can
-    /// evict them, without the room for copies that are still to come.
+    /// the file systems, if that is less), plus the bytes of cached blocks and of copies for processes that nobody uses, because a
+    /// stage-in can drop them, without the room for copies that are still to come.
     pub free_bytes: u64,
+    /// The file systems of the data dirs.
+    pub file_systems: Vec<FileSystemRoom>,
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.
     pub taken_bytes: u64,
@@ -326,4 +364,34 @@ pub struct DatasetStatus {
     pub bytes: u64,
     /// Bytes of the catalog on each node.
     pub catalog_bytes: u64,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_that_share_a_file_system_divide_what_it_has_free() {
+        // For each node, free bytes apart from those on file systems, and its file systems: number, free capacity, free bytes.
+        type Row<'a> = (&'a [(u64, &'a [(u64, u64, u64)])], &'a [u64]);
+        let rows: [Row<'_>; 6] = [
+            (&[(0, &[(1, 40, 100)]), (0, &[(1, 60, 100)])], &[40, 60]),
+            (&[(0, &[(1, 16, 14)]), (0, &[(1, 16, 14)]), (0, &[(1, 16, 14)]), (5, &[(1, 16, 14)])], &[3, 3, 3, 8]),
+            (&[(0, &[(1, 10, 20)]), (0, &[(1, 30, 20)]), (0, &[(2, 30, 20)])], &[6, 13, 20]),
+            (&[(7, &[(1, 30, 20), (2, 30, 40)]), (0, &[(2, 90, 40)])], &[7 + 20 + 17, 22]),
+            (&[(3, &[(1, 0, 0)]), (3, &[])], &[3, 3]),
+            (&[(0, &[(1, u64::MAX, u64::MAX)]), (0, &[(1, u64::MAX, u64::MAX)])], &[u64::MAX / 2; 2]),
+        ];
+        for (nodes, expected) in rows {
+            let node = |(rest, rooms): &(u64, &[(u64, u64, u64)])| {
+                let room = |&(id, capacity_bytes, free_bytes)| FileSystemRoom { id, capacity_bytes, free_bytes };
+                let free_bytes = rooms.iter().map(|&(_, capacity, free)| capacity.min(free)).sum::<u64>() + rest;
+                NodeStatus { free_bytes, file_systems: rooms.iter().map(room).collect(), ..NodeStatus::default() }
+            };
+            let mut nodes: Vec<NodeStatus> = nodes.iter().map(node).collect();
+            divide_shared_room(nodes.iter_mut());
+            let found: Vec<u64> = nodes.iter().map(|node| node.free_bytes).collect();
+            assert_eq!(found, expected);
+        }
+    }
 }

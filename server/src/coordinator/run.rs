@@ -11,6 +11,7 @@ use dayfly_meta::path::{display, is_normal, join};
 use dayfly_meta::roster::Roster;
 use dayfly_meta::wire::control::{Copies, Event, Phase, Progress, StageInEstimate, StageInRequest, Summary};
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, NodeStageInRequest};
+use dayfly_meta::wire::status::divide_shared_room;
 use dayfly_stagein::StageInError;
 use dayfly_stagein::plan::{self, PlanRequest, StageInPlan};
 use dayfly_stagein::progress::ProgressMonitor;
@@ -325,19 +326,22 @@ async fn make_headroom(context: &CoordinatorContext, participants: &[NodeId]) ->
     Ok(())
 }
 
-/// Returns the free bytes on each node, in the order of node numbers; 0 for nodes that take no part.
+/// Returns the free bytes on each node, in the order of node numbers; 0 for nodes that take no part. Nodes that share a drive share its
+/// room.
 async fn free_room(context: &CoordinatorContext, participants: &[NodeId]) -> Result<Vec<u64>, CoordinatorError> {
     let asking = context.peers.nodes().map(|node| async move {
         if !participants.contains(&node) {
-            return Ok(0);
+            return Ok(None);
         }
         match context.peers.ask_until_lost(node, AdministrationRequest::Status).await {
-            Ok(AdministrationReply::Status(status)) => Ok(status.free_bytes),
+            Ok(AdministrationReply::Status(status)) => Ok(Some(status)),
             Ok(_) => Err(CoordinatorError::Peer(PeerError::InvalidAnswer(node))),
             Err(error) => Err(CoordinatorError::NodeMissing(error)),
         }
     });
-    join_all(asking).await.into_iter().collect()
+    let mut asked = join_all(asking).await.into_iter().collect::<Result<Vec<_>, _>>()?;
+    divide_shared_room(asked.iter_mut().flatten().map(|status| &mut **status));
+    Ok(asked.into_iter().map(|status| status.map_or(0, |status| status.free_bytes)).collect())
 }
 
 /// Decides what share of the samples is stored on the participants. Looks into tars only if their lengths do not decide.

@@ -140,6 +140,14 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         );
     }
     for NodeEntry { node, status, .. } in &status.nodes {
+        if let Ok(NodeStatus { mapped_bytes: bytes @ 1.., .. }) = status {
+            let bytes = show(*bytes);
+            print_line!(
+                "node {node} keeps copies of {bytes} for programs that map files, read them as standard input, or run them"
+            );
+        }
+    }
+    for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { recovery, .. }) = status else { continue };
         if recovery.wanted.count > 0 || !recovery.is_scanned {
             print_line!("node {node} {}", recovery_line(recovery));
@@ -259,6 +267,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                     "pid": client.pid, "reads": by_source(&client.reads),
                 })).collect::<Vec<_>>(),
             });
+            value["mapped_bytes"] = json!(status.mapped_bytes);
             value["origins"] = origins(status);
             value["copies"] = json!({ "blocks": status.copies.count, "bytes": status.copies.bytes });
             value["recovery"] = recovery_as_json(&status.recovery);

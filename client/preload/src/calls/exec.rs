@@ -183,22 +183,42 @@ fn run(view: &View, path: &[u8], named: Option<&CStr>, arguments: Strings, envir
     let empty = StringArray::of(std::iter::empty());
     let arguments = if arguments.is_null() { empty.strings() } else { arguments };
     let environment = if environment.is_null() { empty.strings() } else { environment };
+    if fexecve::next(copy.as_raw_fd(), arguments, environment) == 0 {
+        return Ok(0);
+    }
+    let errno = memory::errno();
+    if errno != libc::ETXTBSY {
+        return Err(errno.into());
+    }
+    // Root can open a shared copy for writing.
+    let copy = own_executable_copy(view, &executable(view, path)?)?;
     if fexecve::next(copy.as_raw_fd(), arguments, environment) < 0 { Err(memory::errno().into()) } else { Ok(0) }
 }
 
-/// Creates a kernel copy of a program.
+/// Returns a kernel copy of a program.
 ///
 /// # Errors
 ///
 /// EACCES if the file is not executable, or is a directory.
 pub(super) fn executable_copy(view: &View, path: &[u8]) -> Result<File, Fault> {
     let file = executable(view, path)?;
-    let copy = kernel_copy::copy_of(view, &file)?;
-    // The kernel enforces the copy's mode, but the namespace does not enforce the file's. So the owner may always read and run the
-    // copy.
-    let mode = file.stat().permissions & 0o777 | 0o500;
-    copy.set_permissions(Permissions::from_mode(mode)).map_err(|error| kernel_copy::errno_of(&error))?;
+    if mode_of_copy(&file) == file.stat().permissions {
+        kernel_copy::copy_of(view, &file)
+    } else {
+        own_executable_copy(view, &file)
+    }
+}
+
+fn own_executable_copy(view: &View, file: &OpenFile) -> Result<File, Fault> {
+    let copy = kernel_copy::own_copy_of(view, file)?;
+    copy.set_permissions(Permissions::from_mode(mode_of_copy(file))).map_err(|error| kernel_copy::errno_of(&error))?;
     Ok(copy)
+}
+
+/// Returns the mode of a program's copy. The kernel enforces the copy's mode, but the namespace does not enforce the file's. So the
+/// owner may always read and run the copy.
+fn mode_of_copy(file: &OpenFile) -> u32 {
+    file.stat().permissions & 0o777 | 0o500
 }
 
 fn executable(view: &View, path: &[u8]) -> Result<OpenFile, Fault> {

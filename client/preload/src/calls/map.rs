@@ -19,6 +19,7 @@ use dayfly_client::reserved_fd::{InUse, ReservedFd};
 use dayfly_client::{OpenFile, View};
 use dayfly_meta::id::BlockId;
 use dayfly_meta::limits::{BLOCK_SIZE_MAX, PAGE_BLOCK_SIZE_MIN, PAGE_SIZE, SHARED_COPY_LEN_MIN, SHARED_COPY_PARTS};
+use dayfly_meta::wire::local::Original;
 use libc::{MAP_ANONYMOUS, MAP_FAILED, MAP_FIXED, MAP_PRIVATE, MAP_SHARED, PROT_NONE, PROT_WRITE, off_t, size_t};
 
 use super::hook;
@@ -266,8 +267,9 @@ fn shared_copy(view: &View, file: &OpenFile, request: &MapRequest<'_>, part: &Pa
         return Ok(None);
     }
     let first = request.offset + part.start - part.within;
-    let copy =
-        view.session().shared_copy(file.dataset(), part.block, |copy| kernel_copy::copy_range(view, file, first, len, copy, 0));
+    let copy = view.session().shared_copy(file.dataset(), Original::Block(part.block), |copy| {
+        kernel_copy::copy_range(view, file, first, len, copy, 0)
+    });
     match copy {
         // Other programs have filled the drive.
         Err(Fault::Errno(libc::ENOSPC | libc::EDQUOT)) => Ok(None),
