@@ -363,7 +363,8 @@ fn a_session_whose_last_server_dies_is_over_and_says_so() {
         let mut messages = String::new();
         session.stderr.take().unwrap().read_to_string(&mut messages).unwrap();
         assert_eq!(ended.code(), Some(status), "{messages}");
-        assert!(messages.contains("all servers of the session are lost") && messages.contains("node 0"), "{messages}");
+        let why = "all servers of the session are lost, and its datasets with them; the last one was node 0: SIGKILL has ended its server";
+        assert!(messages.contains(why), "{messages}");
         cluster.wait_until_clean("after the session");
     }
 }

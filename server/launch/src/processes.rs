@@ -5,11 +5,13 @@ use std::cmp::Ordering;
 use std::env;
 use std::future;
 use std::io;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
 use std::process::{ExitStatus, Stdio};
 use std::time::Duration;
 
 use dayfly_meta::limits::TREE_WIDTH;
+use nix::sys::signal::Signal;
 use tokio::io::{AsyncBufRead, AsyncBufReadExt, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::sync::mpsc;
@@ -65,6 +67,8 @@ pub(crate) struct Exit {
     pub(crate) hosts: Vec<String>,
     /// The process's last lines of output, or its exit status if it wrote nothing; and what to do.
     pub(crate) reason: String,
+    /// The signal that has ended the server. `None` if no signal has, or if the process is not the server itself.
+    pub(crate) signal: Option<Signal>,
 }
 
 /// Quotes a word for a POSIX shell.
@@ -158,11 +162,11 @@ impl LauncherProcesses {
         let program = words[0].rsplit('/').next().unwrap_or_default().to_owned();
         let lines = self.lines_sender.clone();
         let all_hosts = hosts.clone();
-        let advice = launcher.advice;
+        let (advice, is_server) = (launcher.advice, launcher.is_local());
         let number = self.started.len() + 1;
         let process = self.running.spawn(async move {
-            let reason = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program, advice).await;
-            Exit { number, hosts, reason }
+            let (reason, signal) = supervise(child, line.as_ref().map(|line| &line[..]), lines, &program, advice).await;
+            Exit { number, hosts, reason, signal: signal.filter(|_| is_server) }
         });
         self.started.push((all_hosts, process));
         Ok(())
@@ -213,8 +217,14 @@ impl LauncherProcesses {
     }
 }
 
-/// Writes the invitation to a process, passes its output on, and returns why it exited.
-async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<String>, program: &str, advice: &str) -> String {
+/// Writes the invitation to a process, passes its output on, and returns why it exited, and the signal that has ended it.
+async fn supervise(
+    mut child: Child,
+    line: Option<&[u8]>,
+    lines: mpsc::Sender<String>,
+    program: &str,
+    advice: &str,
+) -> (String, Option<Signal>) {
     let (input, output, errors) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let outputs = [
         output.map(|output| Box::new(BufReader::new(output)) as Box<dyn AsyncBufRead + Send + Unpin>),
@@ -235,7 +245,8 @@ async fn supervise(mut child: Child, line: Option<&[u8]>, lines: mpsc::Sender<St
     while let Some(Ok(lines)) = tokio::select! { read = readers.join_next() => read, () = sleep_until(until) => None } {
         last.extend(lines);
     }
-    exit_reason(program, status, &last, advice)
+    let signal = status.as_ref().ok().and_then(|status| Signal::try_from(status.signal()?).ok());
+    (exit_reason(program, status, &last, advice), signal)
 }
 
 /// Explains why a process exited: its last lines, or its status if there are none. A message from

@@ -16,6 +16,7 @@ use dayfly_meta::limits::{LEASE_TREE_NODES, TREE_WIDTH};
 use dayfly_server::channel::{Channel, Receiver, Sender};
 use dayfly_server::{Agreement, Changes, Greeting, LeaseTree, Loss, Patience, Renewals, Supervision};
 use futures_util::future::join_all;
+use nix::sys::signal::Signal;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, timeout};
@@ -27,7 +28,7 @@ use crate::control::{self, FromServer, FromSupervisor};
 use crate::ended::Ended;
 use crate::folder_watch::gone_message;
 use crate::node_names::host_index;
-use crate::processes::{Event, LauncherProcesses};
+use crate::processes::{Event, Exit, LauncherProcesses};
 
 /// Messages of servers that wait to be handled.
 const MESSAGES_WAITING_MAX: usize = 256;
@@ -73,7 +74,7 @@ pub(super) async fn hold(
             _ = ticks.tick() => lease.tick(processes).await,
             event = processes.next() => match event {
                 Event::Line(line) => lease.replacements.request().notices.show(line),
-                Event::Exit(exit) => lease.replacements.process_exited(&exit),
+                Event::Exit(exit) => lease.process_exited(&exit),
             },
         }
     }
@@ -98,6 +99,8 @@ struct Supervised {
     channel: Option<SupervisedChannel>,
     /// Why its channel was closed last.
     closed: String,
+    /// The signal that has ended its last server.
+    signal: Option<Signal>,
 }
 
 struct SupervisedChannel {
@@ -164,7 +167,7 @@ impl Lease {
         };
         for (node, Member { name, host, sender, receiver, .. }) in (0..).map(NodeId).zip(members) {
             let channel = lease.receive(node, sender, receiver);
-            lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new() });
+            lease.members.push(Supervised { name, host, channel: Some(channel), closed: String::new(), signal: None });
         }
         lease
     }
@@ -292,7 +295,15 @@ impl Lease {
 
     fn connect(&mut self, node: NodeId, channel: Channel) {
         let channel = self.receive(node, channel.sender, channel.receiver);
-        self.members[node.index()].channel = Some(channel);
+        let member = &mut self.members[node.index()];
+        (member.channel, member.signal) = (Some(channel), None);
+    }
+
+    /// Records the end of a process that was to start servers, or that is one.
+    fn process_exited(&mut self, exit: &Exit) {
+        let of_it = self.members.iter_mut().filter(|member| exit.signal.is_some() && exit.hosts.contains(&member.host));
+        of_it.for_each(|member| member.signal = exit.signal);
+        self.replacements.process_exited(exit);
     }
 
     async fn greet(&mut self, node: NodeId, greeting: Greeting) {
@@ -370,10 +381,10 @@ impl Lease {
     async fn tick(&mut self, processes: &mut LauncherProcesses) {
         let Changes { lost, returned } = self.supervision.tick();
         for (node, loss) in lost {
-            let Supervised { name, closed, .. } = &self.members[node.index()];
+            let Supervised { name, closed, signal, .. } = &self.members[node.index()];
             let reason = match loss {
                 Loss::Silent => format!("no heartbeat came from it for {} s", self.deadlines.lost_after.as_secs_f64()),
-                Loss::Closed => closed.clone(),
+                Loss::Closed => signal.map_or_else(|| closed.clone(), ended_by),
                 Loss::Ended => "its server has ended".to_owned(),
                 Loss::Replaced => "another server has taken its place".to_owned(),
             };
@@ -459,6 +470,15 @@ impl Lease {
         let closed: Vec<NodeId> = join_all(sends).await.into_iter().flatten().collect();
         closed.into_iter().for_each(|node| self.closed(node));
     }
+}
+
+/// Says that a signal has ended a server.
+fn ended_by(signal: Signal) -> String {
+    let advice = match signal {
+        Signal::SIGKILL => "; if nobody has sent it, look in the kernel log (dmesg) for a lack of memory",
+        _ => "",
+    };
+    format!("{signal} has ended its server{advice}")
 }
 
 /// Returns whether a message could not be sent because the other end has closed the connection.
