@@ -113,12 +113,10 @@ fn absent_bytes(view: &View, number: usize) -> u64 {
     absent.map(|block| dataset.catalog().block(block).unwrap().1).sum()
 }
 
-/// SEMANTICS: "Of a block that the node does not hold, all processes of the node map one copy, which is a file in
-/// the data dir. The first process that maps the block makes the copy, and others wait for it, as long as it grows at least every
+/// SEMANTICS: "Of every other block, all processes of the node map one copy, which is a file in the data dir. The first process that maps the block makes the copy, and others wait for it, as long as it grows at least every
 /// 10 s."
 /// SEMANTICS: "A process makes a copy of its own, in memory or above 64 MiB in a file in the data dir, of what the
-/// node has no room to share, of mappings of less than 1 MiB or a quarter of a block, and of everything
-/// with `--verify-reads`."
+/// node has no room to share, and of mappings of less than 1 MiB or a quarter of a block."
 #[test]
 fn processes_of_a_node_map_one_copy_of_a_block_of_another_node() {
     for options in [&[][..], &["--verify-reads"]] {
@@ -131,12 +129,9 @@ fn processes_of_a_node_map_one_copy_of_a_block_of_another_node() {
         let all: Vec<String> = all.into_iter().map(printed).collect();
         let sum = crc32(&bytes);
         assert!(all.iter().all(|found| found.split_whitespace().next() == Some(&sum)), "{all:?}, but {sum}");
-        if options.is_empty() {
-            assert!(all.iter().all(|found| *found == all[0]), "{all:?}");
-            assert_eq!(cluster.used_bytes(), before + absent_bytes(&cluster.view(node), 0));
-        } else {
-            assert_eq!(cluster.used_bytes(), before);
-        }
+        assert!(all.iter().all(|found| *found == all[0]), "{all:?}");
+        let copied = if options.is_empty() { absent_bytes(&cluster.view(node), 0) } else { lens[0] as u64 };
+        assert_eq!(cluster.used_bytes(), before + copied);
         // Across the border of the blocks; less than a quarter of a block; less than 1 MiB; in place, on the other node.
         for (on, offset, len) in [(node, 40 << 20, 26 << 20), (node, 4096, 1 << 21), (node, 8192, 5000), (1 - node, 0, lens[0])] {
             let found = printed(map(&cluster, on, 0, "look", offset, len));
@@ -197,40 +192,37 @@ fn files_can_be_mapped_while_other_programs_fill_the_drive() {
 fn large_files_can_be_mapped_and_read_as_standard_input_when_the_drive_is_full_of_cached_blocks() {
     let lens: Vec<usize> = [90 << 20].into_iter().chain([12 << 20; 6]).collect();
     let (large, sum) = (String::from_utf8(path(0)).unwrap(), crc32(&content(0, lens[0])));
-    // With the second option, each process has a copy of its own.
-    for (options, nodes) in [(&["--capacity", "230M"][..], 0..2), (&["--capacity", "230M", "--verify-reads"], 0..1)] {
-        let cluster = session(2, options, &lens);
-        for node in nodes {
-            let view = cluster.view(node);
-            let fill = |message| {
-                // A slow drive does not take all at once, and what it does not take then is not cached.
-                for number in 0..lens.len() {
-                    let (file, mut bytes) = (view.open(&path(number)).unwrap(), vec![0; lens[number]]);
-                    view.read_at(&file, 0, &mut bytes).unwrap();
-                    let deadline = Instant::now() + Duration::from_secs(5);
-                    while Instant::now() < deadline && numbers(&view, lens.len(), false).contains(&number) {
-                        std::thread::sleep(Duration::from_millis(20));
-                    }
+    let cluster = session(2, &["--capacity", "230M"], &lens);
+    for node in 0..2 {
+        let view = cluster.view(node);
+        let fill = |message| {
+            // A slow drive does not take all at once, and what it does not take then is not cached.
+            for number in 0..lens.len() {
+                let (file, mut bytes) = (view.open(&path(number)).unwrap(), vec![0; lens[number]]);
+                view.read_at(&file, 0, &mut bytes).unwrap();
+                let deadline = Instant::now() + Duration::from_secs(5);
+                while Instant::now() < deadline && numbers(&view, lens.len(), false).contains(&number) {
+                    std::thread::sleep(Duration::from_millis(20));
                 }
-                wait_until(message, || numbers(&view, lens.len(), false).len() < 2);
-            };
-            let run = |script: &str, large: &str| {
-                let mut command = cluster.dayfly();
-                command.args(["exec", "--node", &node.to_string(), "--", "python3", "-c", script, large]);
-                harness::output_of(command.stdin(Stdio::null()))
-            };
-            fill("most blocks are cached");
-            let found = printed(map(&cluster, node, 0, "look", 0, lens[0]));
-            assert_eq!(found.split_whitespace().next(), Some(&*sum));
-            let script = "import subprocess, sys; subprocess.run(['cksum'], stdin=open(sys.argv[1]), check=True)";
-            let output = run(script, &large);
-            assert!(output.status.success(), "{}", text(&output.stderr));
-            assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
-            wait_until("unused copies are dropped", || mapped_bytes(&cluster) == 0);
-            fill("most blocks are cached again when the processes have ended");
-        }
-        cluster.down();
+            }
+            wait_until(message, || numbers(&view, lens.len(), false).len() < 2);
+        };
+        let run = |script: &str, large: &str| {
+            let mut command = cluster.dayfly();
+            command.args(["exec", "--node", &node.to_string(), "--", "python3", "-c", script, large]);
+            harness::output_of(command.stdin(Stdio::null()))
+        };
+        fill("most blocks are cached");
+        let found = printed(map(&cluster, node, 0, "look", 0, lens[0]));
+        assert_eq!(found.split_whitespace().next(), Some(&*sum));
+        let script = "import subprocess, sys; subprocess.run(['cksum'], stdin=open(sys.argv[1]), check=True)";
+        let output = run(script, &large);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stdout).ends_with(&format!(" {}\n", lens[0])), "{}", text(&output.stdout));
+        wait_until("unused copies are dropped", || mapped_bytes(&cluster) == 0);
+        fill("most blocks are cached again when the processes have ended");
     }
+    cluster.down();
     // The node that stores more of the file has no room at all.
     let cluster = session(2, &["--capacity", "100M"], &lens[..1]);
     let read = |node: u16| ["exec", "--node", &node.to_string(), "--", "sh", "-c", "cksum < $0", &large].map(str::to_owned);
@@ -254,8 +246,8 @@ print(re.search(r"#(\d+) \(deleted\)", place)[1])
 "##;
 
 /// SEMANTICS: "All processes of a node share the copy of a file of more than 64 MiB, whether they read it as standard input or run it,
-/// unless --verify-reads is on or the file's owner may not read it. Nobody may write to it. If root does so all the same, by way of
-/// /proc, no further process gets this copy."
+/// unless the file's owner may not read it. Nobody may write to it. If root does so all the same, by way of /proc, no further process
+/// gets this copy."
 /// SEMANTICS: "The mode of a copy that processes share allows no writing."
 /// SEMANTICS: "The copies that processes share count as used room; status and df show how much they take, as mapped."
 #[test]
@@ -263,11 +255,13 @@ fn a_large_file_is_one_kernel_file_for_all_processes_of_a_node() {
     let mut bytes = fs::read("/usr/bin/readlink").unwrap();
     bytes.extend(content(1, (66 << 20) + 12_345));
     let sum = crc32(&bytes);
-    for options in [&[][..], &["--verify-reads"]] {
+    for (options, mode) in [(&[][..], 0o755), (&["--verify-reads"], 0o750), (&[], 0o055)] {
+        // The server could not give a copy to processes that its owner may not read.
+        let is_shared = mode & 0o400 != 0;
         let ground = Ground::new();
         fs::create_dir(ground.at("d")).unwrap();
         fs::write(ground.at("d/0"), &bytes).unwrap();
-        fs::set_permissions(ground.at("d/0"), fs::Permissions::from_mode(0o755)).unwrap();
+        fs::set_permissions(ground.at("d/0"), fs::Permissions::from_mode(mode)).unwrap();
         let cluster = ground.up_with(2, options);
         cluster.stage(&[&cluster.at("d")], "/dayfly/d");
         cluster.ok(&["tune", "--cache", "off"]);
@@ -285,13 +279,13 @@ fn a_large_file_is_one_kernel_file_for_all_processes_of_a_node() {
             let all: Vec<String> = (0..3).map(|_| command()).collect::<Vec<_>>().into_iter().map(printed).collect();
             for found in &all {
                 let words: Vec<&str> = found.split_whitespace().collect();
-                let mode = if options.is_empty() { "0o100555" } else { "0o100755" };
-                let expected = [&*sum, mode, &bytes.len().to_string()].map(str::to_owned);
+                let mode = 0o100_000 | if is_shared { mode & !0o222 } else { mode };
+                let expected = [sum.clone(), format!("0o{mode:o}"), bytes.len().to_string()];
                 assert_eq!([words[0], words[2], words[3]].map(str::to_owned), expected);
-                assert!(words[1] == words[4] || !options.is_empty(), "{all:?}");
+                assert!(words[1] == words[4] || !is_shared, "{all:?}");
             }
         }
-        let mapped = if options.is_empty() { 2 * bytes.len() as u64 } else { 0 };
+        let mapped = if is_shared { 2 * bytes.len() as u64 } else { 0 };
         assert_eq!(cluster.used_bytes(), before + mapped);
         assert_eq!(mapped_bytes(&cluster), mapped);
         let shown = cluster.ok(&["df"]);

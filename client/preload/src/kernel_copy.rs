@@ -3,7 +3,7 @@
 //!
 //! A copy of up to `MEMORY_COPY_LEN_MAX` bytes is a memfd, which is sealed once it is complete. A larger one would take too
 //! much memory: it is a file without a name on the node's data dir, and all processes of the node share it. Only if the node has no
-//! such file, for example because processes verify what they read, a process has a file of its own there.
+//! such file, for example because its owner may not read it, a process has a file of its own there.
 //!
 //! A program gets a descriptor that is open for reading only, as every file of the namespace is. The kernel itself then refuses to
 //! write to the file, to truncate it, or to make a mapping of it writable.
@@ -44,7 +44,7 @@ pub(crate) fn begin(view: &View, file: &OpenFile) -> Result<File, Fault> {
 fn shared(view: &View, file: &OpenFile) -> Result<Option<File>, Fault> {
     let Stat { size, permissions, .. } = file.stat();
     // The server opens the copy again for each process, so it must be readable.
-    if size <= MEMORY_COPY_LEN_MAX || permissions & 0o400 == 0 || view.session().verifies_reads() {
+    if size <= MEMORY_COPY_LEN_MAX || permissions & 0o400 == 0 {
         return Ok(None);
     }
     // Nobody may open it for writing by its name in /proc.

@@ -263,7 +263,7 @@ fn fill(view: &View, file: &OpenFile, request: &MapRequest<'_>, base: *mut c_voi
 /// Returns the copy of a part's block that all processes of the node share; `None` if the part is copied for this process alone.
 fn shared_copy(view: &View, file: &OpenFile, request: &MapRequest<'_>, part: &Part) -> Result<Option<File>, Fault> {
     let (_, len) = file.dataset().catalog().block(part.block).ok_or(libc::EIO)?;
-    if part.len < SHARED_COPY_LEN_MIN || part.len < len / SHARED_COPY_PARTS || view.session().verifies_reads() {
+    if part.len < SHARED_COPY_LEN_MIN || part.len < len / SHARED_COPY_PARTS {
         return Ok(None);
     }
     let first = request.offset + part.start - part.within;
