@@ -73,6 +73,7 @@ const TABLE: &[(&str, Cause)] = &[
     ("is lost", Cause::NodeLost),
     ("was lost", Cause::NodeLost),
     ("did not answer within", Cause::NodeLost),
+    ("has not heard from node", Cause::NodeLost),
     ("the dataset does not exist, or no longer exists", Cause::Gone),
     ("refused the request", Cause::Drive),
     ("No such file or directory", Cause::NoName),
@@ -206,6 +207,11 @@ fn a_message_is_classified_by_its_cause_and_its_nodes() {
         |message: &str, cause: Cause, nodes: &[u16]| assert_eq!(classify(message), Some((cause, nodes.to_vec())), "{message}");
     check("node 2 (127.0.0.3:99) cannot be reached: it closed the connection", Cause::NodeLost, &[2]);
     check("node 1 (127.0.0.2:1) did not answer within 5000 ms", Cause::NodeLost, &[1]);
+    check(
+        "node 0, which coordinates the stage-in, has not heard from node 2 for 4 s, and the node is not declared lost, so it has given up",
+        Cause::NodeLost,
+        &[0, 2],
+    );
     check("cannot read this node's segment: Input/output error", Cause::Drive, &[]);
     check("exit status: 1: cat: /dayfly/a: Input/output error", Cause::Io, &[]);
     check("exit status: 1: cat: /dayfly/a: Input/output error\ndayfly: node 1: Input/output error", Cause::Drive, &[1]);
