@@ -275,7 +275,8 @@ impl<R: BufRead> Read for Lz4Frame<R> {
         self.0.read(buffer).or_else(|error| {
             let len = skippable_len(&error).ok_or(error)?;
             let skipped = io::copy(&mut self.0.get_mut().take(len), &mut io::sink())?;
-            if skipped < len { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(0) }
+            // Nothing is missing if such a frame is cut short. `lz4` does not even warn.
+            if skipped < len { Err(io::Error::new(io::ErrorKind::InvalidData, Trailing)) } else { Ok(0) }
         })
     }
 }

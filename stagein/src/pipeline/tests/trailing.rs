@@ -98,6 +98,9 @@ fn frames_to_skip_are_skipped() {
             let lens: Vec<usize> = staged.tree().into_values().map(|(_, bytes)| bytes.len()).collect();
             assert_eq!(lens, [588_895], "{name}, {packer}");
         }
-        assert!(run_simply(&[&at("cut")], &Selection::default()).is_err(), "{packer}");
+        // The last frame to skip is cut short, which lz4 does not mind and zstd does.
+        let staged = run_simply(&[&at("cut")], &Selection::default());
+        let trailed = staged.map(|staged| (staged.tree().len(), staged.counts.trailed_streams)).ok();
+        assert_eq!(trailed, (packer == "lz4").then_some((1, 1)), "{packer}");
     }
 }
