@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Measures the Python package. METHOD.md says how.
-# Usage: bench/python.sh PYTHON [ROW...]     rows: views pickles photos shares accuracy pytorch tensorflow (default: all)
+# Usage: bench/python.sh PYTHON [ROW...]     rows: begin views threads told pickles photos shares accuracy pytorch tensorflow (default: all)
 # PYTHON has the package dayfly with torch and numpy; `photos` needs pillow, `accuracy` scikit-learn, and `tensorflow` TensorFlow.
 # Needs root, /dev/fuse, and dayfly, dayfly-bench (release builds) and fincore in PATH. DAYFLY_BENCH_DIR keeps the datasets,
 # DAYFLY_BENCH_RUNS is the number of runs (5), and DAYFLY_BENCH_SMALL=1 takes a tenth of the samples, to try the script.
 set -euo pipefail
 python=$1; shift
-rows=${*:-views pickles photos shares accuracy pytorch tensorflow}
+rows=${*:-begin views threads told pickles photos shares accuracy pytorch tensorflow}
 runs=${DAYFLY_BENCH_RUNS:-5}
 here=$(cd "$(dirname "$0")" && pwd)
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}
@@ -30,6 +30,39 @@ show() { printf '  %-58s %s\n' "$@"; }
 median() { sort -g | awk '{v[NR] = $1} END {printf "%.4g (%.4g to %.4g)", NR % 2 ? v[(NR + 1) / 2] : (v[NR / 2] + v[NR / 2 + 1]) / 2, v[1], v[NR]}'; }
 make_set() { # of 110 KB a sample, as a tar and as a tree
     [ -d "$sets/$set" ] || { dayfly-bench make "$sets/making" --samples $samples --mean-size 110000; mv "$sets/making" "$sets/$set"; }
+}
+
+begin() { # how long a program waits before its first sample
+    dayfly-bench make "$work/many" --samples $((small ? 20000 : 1280000)) --empty-in-tars 20
+    up 1; dayfly stage-in "$work"/many/*.tar /dayfly/many 2> /dev/null; rm -rf "$work/many"
+    for _ in $(seq "$runs"); do
+        "$python" -c 'import time; start = time.monotonic(); import dayfly; print((time.monotonic() - start) * 1000)' >> "$work/import"
+        "$python" "$here/python/items.py" begin /dayfly/many >> "$work/begin"
+    done
+    dayfly down > /dev/null
+    show "import dayfly, ms" "$(median < "$work/import")"
+    show "Samples of 1,280,000 files: length and first item, ms" "$(median < "$work/begin")"
+}
+
+threads() {
+    make_set; up 1; dayfly stage-in "$sets/$set" /dayfly/set 2> /dev/null
+    for _ in $(seq "$runs"); do "$python" "$here/python/items.py" threads /dayfly/set; done > "$work/threads"
+    dayfly down > /dev/null
+    show "samples of 110 KB by 4 threads, per second" "$(cut -d' ' -f1 "$work/threads" | median)"
+    show "the same by 4 forked workers" "$(cut -d' ' -f2 "$work/threads" | median)"
+}
+
+told() { # the first epoch, with samples of other nodes only
+    dayfly-bench make "$work/small" --samples $((small ? 4000 : 40000)) --mean-size 3000
+    for way in process open items; do
+        for _ in $(seq "$runs"); do
+            up 2; dayfly stage-in "$work/small" /dayfly/small 2> /dev/null
+            DAYFLY_NODE=0 dayfly exec -- "$python" "$here/python/items.py" told /dayfly/small $way
+            dayfly down > /dev/null
+        done > "$work/told"
+        show "remote samples of 3 KB, order told, $way, per second" "$(median < "$work/told")"
+    done
+    rm -rf "$work/small"
 }
 
 views() {
@@ -134,7 +167,7 @@ tensorflow() { training tensorflow; }
 
 for row in $rows; do
     case $row in
-        views | pickles | photos | shares | accuracy | pytorch | tensorflow) echo "$row"; "$row" ;;
+        begin | views | threads | told | pickles | photos | shares | accuracy | pytorch | tensorflow) echo "$row"; "$row" ;;
         *) echo "unknown row '$row'; see the head of this script" >&2; exit 2 ;;
     esac
 done

@@ -21,12 +21,14 @@ def test_the_code_blocks_run(session, tmp_path):
         for number in range(200):
             (own / kind / f"{number}.jpg").write_bytes(bytes([number]) * (1000 + number))
     session.stage_in(own, "/dayfly/docs")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("content")
     blocks = python_blocks(PAGE)
     assert len(blocks) >= 9
     one_line, three_lines = python_blocks(ROOT / "README.md")
     blocks += [three_lines, "loader = torch.utils.data.DataLoader(samples)", one_line, "list(loader)"]
     start = "import multiprocessing\nmultiprocessing.set_start_method('fork')\n"
-    code = start + "\n".join(blocks).replace("/dayfly/train", "/dayfly/docs").replace("/tmp/dayfly-docs-state.pt", f"{tmp_path}/state.pt")
+    code = start + "\n".join(blocks).replace("/dayfly/train", "/dayfly/docs").replace("/tmp/dayfly-docs-", f"{tmp_path}/")
     program = tmp_path / "page.py"
     program.write_text(code)
     done = subprocess.run([sys.executable, program], text=True, capture_output=True, check=False)

@@ -6,9 +6,11 @@ import os
 
 import dayfly.fsspec
 import fsspec
+import pandas
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
+from pyarrow import parquet
 
 # The suite of fsspec makes these trees by writing. Here, its own functions make them in local folders, which are staged in.
 SCENARIOS = [
@@ -152,8 +154,6 @@ def test_writing_fails_as_on_a_read_only_file_system(fs, write):
 
 
 def test_pandas_and_pyarrow_read_by_url(session, tmp_path):
-    pandas = pytest.importorskip("pandas")
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = pandas.DataFrame({"a": range(1000), "b": [str(number) for number in range(1000)]})
     table.to_parquet(tmp_path / "table.parquet")
     table.to_csv(tmp_path / "table.csv", index=False)

@@ -28,6 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class Folder(Dataset):
@@ -260,13 +261,11 @@ def test_a_loader_that_announces_already_stays_as_it_is(session):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_saves_and_loads_its_state_as_without_prefetch(session, workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
     def run(with_prefetch):
         torch.manual_seed(1)
         data, seen, state = Folder(), [], None
         for _ in range(2):
-            batches = stateful.StatefulDataLoader(data, batch_size=16, shuffle=True, num_workers=workers)
+            batches = StatefulDataLoader(data, batch_size=16, shuffle=True, num_workers=workers)
             if with_prefetch:
                 prefetch(batches)
             if state is not None:

@@ -16,6 +16,7 @@ from helpers import first, ranks
 RANK_PROGRAM = """
 import itertools, os, sys, torch
 from dayfly.torch import Sampler, Samples
+from torchdata.stateful_dataloader import StatefulDataLoader
 meeting, rank, world, shuffle, steps, state = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(world))
 more = {"q": 0.5, "batch_size": 8} if shuffle == "partial" else {}
@@ -173,12 +174,11 @@ def test_arguments_that_a_loader_cannot_count_with_are_refused(session, argument
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_counts_and_saves_the_state_of_the_sampler(session, workers):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
     samples = Samples("/dayfly/train")
 
     def batches():
         sampler = Sampler(samples, seed=6, tail="exact")
-        return stateful.StatefulDataLoader(samples, batch_size=16, sampler=sampler, num_workers=workers, collate_fn=first)
+        return StatefulDataLoader(samples, batch_size=16, sampler=sampler, num_workers=workers, collate_fn=first)
 
     begun = batches()
     received = []

@@ -27,7 +27,7 @@ RANKS_MAX = NO_RANK
 """With this many ranks, the number of each fits into the two bytes of a home."""
 
 # These keep apart the random decisions that are made with the same seed and epoch.
-_HOMELESS, _SURPLUS, _ORDER, _GUESTS, _MIGRATION_ORDER, _MIGRATION_RANKS, _PLACES = range(7)
+_HOMELESS, _SURPLUS, _ORDER, _GUESTS, _MIGRATION_ORDER, _MIGRATION_RANKS, _PLACES, PLAIN_ORDER = range(8)
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 
-from .. import Dataset, Error, Order
+from .. import Error, Order
+from ..plain import AnyDataset, PlainOrder
 from ..sharing import Ids
 
 
-def announced(dataset: Dataset, ids: Ids) -> Order | None:
+def announced(dataset: AnyDataset, ids: Ids) -> Order | PlainOrder | None:
     """Announces samples. Announcing only makes reads faster, so a failure is a warning."""
     try:
         return dataset.order(ids)
@@ -20,9 +21,9 @@ def announced(dataset: Dataset, ids: Ids) -> Order | None:
 class Announcer:
     """Keeps the orders of this epoch and the next one announced for one dataset."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: AnyDataset) -> None:
         self._dataset = dataset
-        self._orders: dict[int, Order] = {}
+        self._orders: dict[int, Order | PlainOrder] = {}
 
     def announce(self, epoch: int, ids: Ids, is_next: bool = False) -> None:
         """Announces the samples of an epoch. Ends the orders of all other epochs, unless this is the next one."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ..progress import Leg, remaining
 from ..sharing import Deal, Ids, homes_of, places_of, share_size, shares
 from .ranks import nodes_of_ranks
-from .samples import Samples
+from ..samples import Samples
 
 VERSION = 1
 """The version of the state. A change of the rules by which samples are dealt needs a new one."""
@@ -49,6 +49,10 @@ class Dealing:
     @delivered.setter
     def delivered(self, count: int) -> None:
         self._leg.delivered = count
+
+    def use_batch_size(self, batch: int) -> None:
+        """Sets the number of samples in a rank's batch. Nothing has been dealt yet."""
+        self._leg.deal = replace(self._leg.deal, batch=batch)
 
     def restart(self, epoch: int) -> None:
         """Begins an epoch, of which nothing has been read."""

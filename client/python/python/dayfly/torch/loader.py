@@ -8,7 +8,7 @@ from typing import Any
 import torch.utils.data
 
 from .sampler import Sampler
-from .samples import Samples
+from ..samples import Samples
 
 
 class Loader(torch.utils.data.DataLoader[Any]):
@@ -50,4 +50,5 @@ def loader(samples: Samples, sampler: Sampler | None = None, batch_size: int | N
     if not arguments.get("in_order", True):
         raise ValueError("in_order must be True, because the state counts batches in their order")
     sampler.is_counted = True
+    sampler.use_batch_size(batch_size or 1)
     return Loader(samples, batch_size=batch_size, sampler=sampler, **arguments)

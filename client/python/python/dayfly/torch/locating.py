@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from .. import Dataset, Session, attach
 from ..sharing import Ids
-from .samples import Samples
+from ..samples import Samples
 
 Path = str | bytes | os.PathLike[Any]
 PathsOf = Callable[[int], "Path | Iterable[Path]"]

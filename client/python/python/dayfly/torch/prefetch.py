@@ -17,7 +17,7 @@ from .announcing import announced
 from .drawing import foresee, is_known, unbatched
 from .locating import Locator, Path, PathsOf, paths_of
 from .sampler import LOOKAHEAD, Sampler
-from .samples import Samples
+from ..samples import Samples
 
 PART = 20_000
 """So many items are announced at a time. Looking up their paths takes less than a tenth of a second."""

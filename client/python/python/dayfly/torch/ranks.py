@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch.distributed
 
-from .. import Dataset, Error, attach
+from .. import Error, attach
+from ..plain import AnyDataset, PlainDataset
 from ..sharing import RANKS_MAX, Ids
 
 
@@ -47,7 +48,7 @@ def rank_and_world(rank: int | None, num_replicas: int | None) -> tuple[int, int
 
 
 def nodes_of_ranks(
-    dataset: Dataset, nodes: Sequence[int] | None, world: int, wants_orders: bool
+    dataset: AnyDataset, nodes: Sequence[int] | None, world: int, wants_orders: bool
 ) -> tuple[list[int], dict[int, Ids]]:
     """Returns the node of each rank, and if wanted, the ids that each of these nodes stores, in the order in which it stores them.
 
@@ -77,8 +78,10 @@ def nodes_of_ranks(
     return [node for node, _ in found], dict(found) if wants_orders else {}
 
 
-def _order_on(dataset: Dataset, node: int) -> Ids:
+def _order_on(dataset: AnyDataset, node: int) -> Ids:
     """Asks another node on this machine for the order in which it stores its samples. Only the node itself knows this order."""
+    if isinstance(dataset, PlainDataset):
+        return dataset.local_ids(node)
     try:
         there = attach(dataset.session.id, node).dataset(dataset.root)
     except Error as error:

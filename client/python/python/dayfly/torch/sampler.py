@@ -11,7 +11,7 @@ from ..sharing import Deal, Ids, Shuffle, Tail
 from .announcing import Announcer
 from .dealing import VERSION, Dealing
 from .ranks import rank_and_world
-from .samples import Samples
+from ..samples import Samples
 from .wrapping import Wrapping
 
 LOOKAHEAD = 1000
@@ -25,7 +25,8 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     `shuffle` is "global" (every rank reads any sample), "local" (each rank reads what its node stores,
     in the order in which it is stored), or "partial": most samples come from the rank's own node, and
-    the part `q` of each batch of `batch_size` samples from others. With `migrate=True`, samples that
+    the part `q` of each batch of `batch_size` samples from others. `dayfly.torch.loader` tells the sampler
+    its `batch_size`. With `migrate=True`, samples that
     change ranks do so for good instead of for one epoch.
 
     `tail` says what happens if the ranks cannot have equally many samples: with "wrap", fewer samples
@@ -59,7 +60,7 @@ class Sampler(torch.utils.data.Sampler[int]):
     ) -> None:
         if not isinstance(samples, Samples):
             raise TypeError(
-                f"samples must be dayfly.torch.Samples, not {type(samples).__name__}; "
+                f"samples must be dayfly.Samples, not {type(samples).__name__}; "
                 "for any other dataset, use dayfly.torch.prefetch(loader)"
             )
         rank, world = rank_and_world(rank, num_replicas)
@@ -69,6 +70,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         """Whether a `Loader` counts what was delivered. Otherwise, a sample counts when it is drawn."""
         self._is_begun = False
         self._start = 0
+        self._needs_batch_size = False
         self._announcer = Announcer(samples.dataset)
         self._order: Dealing | Wrapping
         if sampler is not None:
@@ -80,14 +82,25 @@ class Sampler(torch.utils.data.Sampler[int]):
         deal = Deal(world, shuffle, tail, q, batch, migrate, seed=seed)
         if shuffle != "partial" and (q or migrate):
             raise ValueError(f"q and migrate have an effect only with shuffle='partial', not with {shuffle!r}")
-        if shuffle == "partial" and q and batch_size is None and not migrate:
-            raise ValueError("shuffle='partial' needs batch_size=, the batch_size of the DataLoader")
+        self._needs_batch_size = shuffle == "partial" and q > 0 and batch_size is None and not migrate
         self._order = Dealing(samples, deal, rank, nodes)
 
     @property
     def epoch(self) -> int:
         """The epoch that is being read, or that the next iteration reads."""
         return self._order.epoch
+
+    def use_batch_size(self, batch_size: int) -> None:
+        """Tells the sampler the batch size of its loader, if it needs that and does not know it. `dayfly.torch.loader` calls this."""
+        if self._needs_batch_size and isinstance(self._order, Dealing):
+            self._order.use_batch_size(batch_size)
+            self._needs_batch_size = False
+
+    def _check_batch_size(self) -> None:
+        if self._needs_batch_size:
+            raise ValueError(
+                "shuffle='partial' needs batch_size=, the batch_size of the DataLoader; dayfly.torch.loader(...) tells it the sampler"
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration read this epoch, from where `load_state_dict` left off or from its beginning."""
@@ -103,6 +116,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         return max(self._order.size() - self._start, 0)
 
     def __iter__(self) -> Iterator[int]:
+        self._check_batch_size()
         if self._is_begun:
             self._restart(self.epoch + 1)
         self._is_begun = True
@@ -135,6 +149,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         torchdata's `StatefulDataLoader`. A plain `DataLoader` draws items ahead, and they count as soon
         as they are drawn. All ranks must load the state of rank 0.
         """
+        self._check_batch_size()
         return {"version": VERSION, "fingerprint": self.samples.fingerprint, **self._order.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -152,6 +167,7 @@ class Sampler(torch.utils.data.Sampler[int]):
             )
         if state_dict.get("fingerprint") != self.samples.fingerprint:
             raise ValueError(f"state_dict is of a dataset with other names or contents than '{self.samples.root}'")
+        self._check_batch_size()
         self._order.load(state_dict)
         self._is_begun = False
         self._start = self._order.delivered

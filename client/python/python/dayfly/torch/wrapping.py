@@ -9,7 +9,7 @@ import torch.utils.data
 
 from ..sharing import Ids
 from .drawing import foresee, is_known
-from .samples import Samples
+from ..samples import Samples
 
 
 class Wrapping:

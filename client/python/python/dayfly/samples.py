@@ -1,25 +1,27 @@
-"""`Samples`: a dataset of Dayfly as a map-style dataset of PyTorch."""
+"""`Samples`: the samples of a dataset by number, for any framework."""
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
-import torch.utils.data
 from numpy.typing import NDArray
 
-from .. import Dataset, Session, View, attach
-from ..sharing import Ids
-from .selection import NO_ITEM, Selection, select, split_name
+from . import Session, View
+from .plain import AnyDataset, open_dataset
+from .selection import NO_ITEM, Selection, select, split_name, subset
+from .sharing import Ids
 
 Bytes = bytes | View
 Item = Bytes | dict[str, Any]
 
 
-class Samples(torch.utils.data.Dataset[Any]):
+class Samples:
     """The samples of a dataset, or of one of its directories, by number.
 
     An item is what `transform` returns for the sample's bytes. With `labeled=True`, an item is a
@@ -34,6 +36,8 @@ class Samples(torch.utils.data.Dataset[Any]):
 
     The object holds no list of paths. It can be pickled, and the process that unpickles it attaches
     to the same session.
+
+    Without a session, `path` may be a folder or a plain tar, which is then read directly.
     """
 
     def __init__(
@@ -60,13 +64,12 @@ class Samples(torch.utils.data.Dataset[Any]):
         self.labeled = labeled
         self.group = group
         self.views = views
-        self.dataset: Dataset = (session or attach()).dataset(self.root)
+        self.dataset: AnyDataset = open_dataset(self.root, session)
         self._selection: Selection | None = None
         self._targets: NDArray[np.int64] | None = None
-        if self.group is None and self.root == self.dataset.root:
-            self._count = len(self.dataset)
-        else:
-            self._count = self.selection.count
+        self._choice = ""
+        """A text that tells apart what different calls of `filter` have left."""
+        self._count = len(self.dataset) if self._whole else self.selection.count
 
     @property
     def selection(self) -> Selection:
@@ -99,6 +102,20 @@ class Samples(torch.utils.data.Dataset[Any]):
 
     _getitems = __getitems__  # The name under which Grain looks for it.
 
+    def filter(self, chosen: Any) -> Self:
+        """Returns samples that consist of some of these items only, in the order in which they are here.
+
+        `chosen` is an array of truth values, one for each item, or the numbers of the items. The classes
+        and their numbers stay as they are.
+        """
+        items = _chosen_items(np.asarray(chosen), self._count)
+        other = copy.copy(self)
+        other._selection = subset(self.selection, items)
+        other._choice = f"{self._choice}:{hashlib.sha256(items.astype('<u4').tobytes()).hexdigest()[:16]}"
+        other._count = len(items)
+        other._targets = None
+        return other
+
     def files(self, items: Ids) -> Ids:
         """Returns the numbers in the dataset of all files of these items, item by item."""
         if self._whole:
@@ -123,7 +140,7 @@ class Samples(torch.utils.data.Dataset[Any]):
     def fingerprint(self) -> str:
         """A text that differs for samples with different names or contents."""
         within = os.path.relpath(self.root, self.dataset.root)
-        return f"{self.dataset.fingerprint}:{within}:{self.group or ''}"
+        return f"{self.dataset.fingerprint}:{within}:{self.group or ''}{self._choice}"
 
     @property
     def paths(self) -> Sequence[str]:
@@ -164,7 +181,7 @@ class Samples(torch.utils.data.Dataset[Any]):
     @property
     def _whole(self) -> bool:
         """Whether item k is file k of the dataset."""
-        return self.group is None and self.root == self.dataset.root
+        return self.group is None and self.root == self.dataset.root and not self._choice
 
     def _number(self, index: int) -> int:
         number = operator.index(index)
@@ -189,12 +206,32 @@ class Samples(torch.utils.data.Dataset[Any]):
             yield group
 
     def __getstate__(self) -> dict[str, Any]:
-        # The other process computes the rest again if it needs it. Only for groups that would take long.
-        selection = None if self.group is None else self._selection
+        # The other process computes the rest again if it needs it. For groups that would take long, and what `filter` has left
+        # cannot be computed.
+        selection = self._selection if self.group or self._choice else None
         return {**self.__dict__, "_targets": None, "_selection": selection}
 
     def __repr__(self) -> str:
         return f"Samples({self.root!r}, {self._count} samples)"
+
+
+def _chosen_items(chosen: NDArray[Any], count: int) -> Ids:
+    """Returns the sorted numbers of the items that a caller has chosen."""
+    if chosen.ndim != 1:
+        raise ValueError(f"expected a mask or numbers of items in one dimension, not in {chosen.ndim}")
+    if chosen.dtype == bool:
+        if len(chosen) != count:
+            raise ValueError(f"the mask has {len(chosen)} values, but there are {count} samples")
+        return np.flatnonzero(chosen).astype(np.uint32)
+    if len(chosen) == 0:
+        return np.zeros(0, np.uint32)
+    if chosen.dtype.kind not in "iu":
+        raise TypeError(f"expected a mask or numbers of items, not an array of {chosen.dtype}")
+    items = np.unique(np.where(chosen < 0, chosen + count, chosen) if chosen.dtype.kind == "i" else chosen)
+    wrong = next((int(item) for item in (items[0], items[-1]) if not 0 <= item < count), None)
+    if wrong is not None:
+        raise IndexError(f"there is no sample {wrong}; there are {count} samples")
+    return items.astype(np.uint32)
 
 
 class _Paths(Sequence[str]):

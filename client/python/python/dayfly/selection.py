@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import Dataset
-from ..sharing import Ids
+from .plain import AnyDataset
+from .sharing import Ids
 
 NO_ITEM = 0xFFFFFFFF
 """Stands for "no item" where an item's number is expected."""
@@ -65,13 +65,19 @@ class Selection:
         return {**self.__dict__, "_item_of": None}
 
 
+def subset(selection: Selection, items: Ids) -> Selection:
+    """Returns the selection that has only these items."""
+    ends = np.cumsum(selection.lengths_of(items), dtype=np.int64)
+    return Selection(selection.files_of(items), np.concatenate([np.zeros(1, np.int64), ends]))
+
+
 def split_name(name: str) -> tuple[str, str]:
     """Splits a name at its last dot, as `dayfly stage-in --group stem` does. A name whose only dot comes first has no ending."""
     dot = name.rfind(".")
     return (name, "") if dot <= 0 else (name[:dot], name[dot + 1 :])
 
 
-def select(dataset: Dataset, root: str, group: Literal["stem"] | None) -> Selection:
+def select(dataset: AnyDataset, root: str, group: Literal["stem"] | None) -> Selection:
     """Returns the items below the directory `root`.
 
     # Errors

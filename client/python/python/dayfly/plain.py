@@ -1,0 +1,219 @@
+"""Folders and plain tars that are read directly, so that a script runs where there is no session.
+
+`PlainDataset` has the methods of `Dataset` that `Samples` and `dayfly.torch` use. All its samples
+are "on this node".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+import tarfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import Dataset, Error, Session, attach
+from .sharing import PLAIN_ORDER, Ids, permuted
+
+
+@dataclass(frozen=True)
+class _File:
+    """Where a sample lies."""
+
+    name: str
+    """Its path below the root."""
+    size: int
+    container: str
+    """The file that holds its bytes, from `offset` on."""
+    offset: int
+
+
+@dataclass(frozen=True)
+class PlainSession:
+    """Stands for the session: one node, which is this machine."""
+
+    node: int = 0
+
+
+class PlainView(np.ndarray[Any, Any]):
+    """The bytes of a sample, with the methods of a `View`. It is a copy."""
+
+    is_good = True
+
+    def release(self) -> None:
+        """Does nothing. The memory is freed with the object."""
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class PlainOrder:
+    """Stands for an announced order. Nothing is fetched ahead."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def end(self) -> None:
+        """Does nothing."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __enter__(self) -> PlainOrder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class PlainDataset:
+    """The files of a folder, or of a plain tar, as a dataset."""
+
+    session = PlainSession()
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        found = _files_of_tar(root) if os.path.isfile(root) else _files_of_folder(root)
+        self._files = sorted(found, key=lambda file: file.name.split("/"))
+        self._fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that depends on the names and sizes of all samples."""
+        if self._fingerprint is None:
+            lines = (f"{file.name}\0{file.size}\0".encode(errors="surrogateescape") for file in self._files)
+            self._fingerprint = "plain-" + hashlib.sha256(b"".join(lines)).hexdigest()[:32]
+        return self._fingerprint
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def path_of(self, number: int) -> str:
+        """Returns the full path of a sample."""
+        return os.path.join(self.root, self._files[number].name)
+
+    def paths(self, ids: Ids) -> list[str]:
+        """Returns full paths."""
+        return [self.path_of(number) for number in ids]
+
+    def names(self, ids: Ids) -> list[str]:
+        """Returns the last components of the samples' paths."""
+        return [posixpath.basename(self._files[number].name) for number in ids]
+
+    def sizes(self) -> NDArray[np.uint64]:
+        """Returns the size of each sample in bytes."""
+        return np.array([file.size for file in self._files], np.uint64)
+
+    def owners(self) -> NDArray[np.uint16]:
+        """Returns the node of each sample."""
+        return np.zeros(len(self), np.uint16)
+
+    def directories(self) -> tuple[Ids, list[str]]:
+        """Returns for each sample the index of its directory, and the directories' paths below the root."""
+        directories = [posixpath.dirname(file.name) for file in self._files]
+        names = sorted(set(directories))
+        number = {name: at for at, name in enumerate(names)}
+        return np.array([number[name] for name in directories], np.uint32), names
+
+    def epoch_ids(self, seed: int, epoch: int) -> Ids:
+        """Returns all samples in the shuffled order of an epoch. In a session, the order is another one."""
+        return permuted(np.arange(len(self), dtype=np.uint32), seed, epoch, PLAIN_ORDER)
+
+    def local_ids(self, node: int = 0) -> Ids:
+        """Returns the samples of a node."""
+        return np.arange(len(self) if node == self.session.node else 0, dtype=np.uint32)
+
+    def read_one(self, number: int) -> bytes:
+        """Reads one sample."""
+        file = self._files[number]
+        with open(file.container, "rb") as opened:
+            opened.seek(file.offset)
+            return opened.read(file.size)
+
+    def read_each(self, ids: Ids) -> list[bytes]:
+        """Reads samples."""
+        return [self.read_one(number) for number in ids]
+
+    def views(self, ids: Ids) -> list[PlainView]:
+        """Reads samples. As opposed to those of a session, these may be changed."""
+        return [np.frombuffer(bytearray(data), np.uint8).view(PlainView) for data in self.read_each(ids)]
+
+    def order(self, ids: Sequence[int] | Ids) -> PlainOrder:
+        """Announces nothing."""
+        return PlainOrder(len(ids))
+
+
+AnyDataset = Dataset | PlainDataset
+
+
+def open_dataset(root: str, session: Session | None) -> AnyDataset:
+    """Returns the dataset to which a path belongs. Without a session, or outside its namespace, reads a folder or tar directly.
+
+    # Errors
+
+    `Error` if there is no session, and nothing under this path either.
+    """
+    if session is not None:
+        return session.dataset(root)
+    try:
+        session = attach()
+    except Error as error:
+        if not os.path.exists(root):
+            raise
+        reason = str(error)
+    else:
+        prefix = session.prefix.rstrip("/")
+        if root == prefix or root.startswith(prefix + "/") or not os.path.exists(root):
+            return session.dataset(root)
+        reason = f"it is not below {prefix}"
+    warnings.warn(f"'{root}' is read directly, and not through Dayfly: {reason}", RuntimeWarning, stacklevel=3)
+    return PlainDataset(root)
+
+
+def _files_of_folder(root: str) -> Iterator[_File]:
+    """Finds the regular files, as `dayfly stage-in` does: symbolic links are no samples, and a file with several names is one."""
+    seen: set[tuple[int, int]] = set()
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for folder, directories, names in os.walk(root, onerror=fail):
+        directories.sort()
+        for name in sorted(names):
+            path = os.path.join(folder, name)
+            entry = os.lstat(path)
+            if not os.path.isfile(path) or os.path.islink(path) or (entry.st_dev, entry.st_ino) in seen:
+                continue
+            if entry.st_nlink > 1:
+                seen.add((entry.st_dev, entry.st_ino))
+            yield _File(os.path.relpath(path, root), entry.st_size, path, 0)
+
+
+def _files_of_tar(path: str) -> Iterator[_File]:
+    """Finds the regular files of a plain tar. Of several members with one name, the last one counts."""
+    files: dict[str, _File | None] = {}
+    try:
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                name = posixpath.normpath(member.name).lstrip("/")
+                if name == ".." or name.startswith("../"):
+                    raise Error(f"'{path}' has a member outside of it: {member.name!r}")
+                if member.issparse():
+                    raise Error(f"'{path}' has sparse members, which are read in a session only: start one with dayfly.session()")
+                # A hard link names a sample that is there already.
+                files[name] = _File(name, member.size, path, member.offset_data) if member.isreg() else None
+    except tarfile.ReadError as error:
+        raise Error(
+            f"'{path}' is neither a folder nor a plain tar ({error}); "
+            "compressed tars and zips are read in a session only: start one with dayfly.session()"
+        ) from error
+    return (file for file in files.values() if file is not None)

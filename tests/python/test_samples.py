@@ -1,0 +1,214 @@
+"""`dayfly.Samples` without PyTorch, parts of it, and folders and tars that are read without a session."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tarfile
+import warnings
+
+import dayfly
+import dayfly.torch
+import numpy as np
+import pytest
+import torch
+from dayfly.torch import Sampler
+from helpers import first, ranks
+from torch.utils.data import DataLoader, Subset
+
+
+def test_samples_need_no_pytorch(session):
+    code = "import sys, dayfly; s = dayfly.Samples('/dayfly/train', transform=len); print(sum(s._getitems(range(len(s)))), 'torch' in sys.modules)"
+    printed = subprocess.check_output([sys.executable, "-c", code]).split()
+    assert printed == [b"%d" % dayfly.Samples("/dayfly/train").sizes.sum(), b"False"]
+    assert issubclass(dayfly.torch.Samples, (dayfly.Samples, torch.utils.data.Dataset))
+
+
+def test_three_lines_train(session, under):
+    samples = dayfly.Samples("/dayfly/train")
+    sampler = dayfly.torch.Sampler(samples, shuffle="partial", q=0.3, seed=1)
+    loader = dayfly.torch.loader(samples, sampler, batch_size=32, num_workers=2, collate_fn=first)
+    assert sorted(data for batch in loader for data in batch) == sorted(under("/dayfly/train").values())
+
+
+def test_a_loader_tells_the_sampler_its_batch_size(session):
+    samples = dayfly.Samples("/dayfly/train")
+    given = ranks(samples, 3, shuffle="partial", q=0.3, batch_size=20)
+    told = ranks(samples, 3, shuffle="partial", q=0.3)
+    for sampler in told:
+        for use in (lambda sampler=sampler: next(iter(sampler)), sampler.state_dict, lambda sampler=sampler: sampler.load_state_dict({"version": 1, "fingerprint": samples.fingerprint})):
+            with pytest.raises(ValueError, match="needs batch_size="):
+                use()
+        dayfly.torch.loader(samples, sampler, batch_size=20)
+    assert [list(sampler) for sampler in told] == [list(sampler) for sampler in given]
+
+
+# ---- Parts ----
+
+
+def test_filter_keeps_some_items(session, under):
+    samples = dayfly.Samples("/dayfly/train", labeled=True)
+    for chosen in (samples.targets == 2, np.flatnonzero(samples.targets == 2), torch.from_numpy(np.flatnonzero(samples.targets == 2))):
+        part = samples.filter(chosen)
+        assert len(part) == 150 and part.classes == samples.classes and set(part.targets.tolist()) == {2}
+        assert [part[k] for k in (0, 7, -1)] == [samples[int(k)] for k in np.flatnonzero(samples.targets == 2)[[0, 7, -1]]]
+        assert list(part.paths) == [path for path, target in zip(samples.paths, samples.targets) if target == 2]
+        assert part.sizes.tolist() == samples.sizes[samples.targets == 2].tolist()
+    assert len(samples) == 601 and samples[0] == dayfly.Samples("/dayfly/train", labeled=True)[0]
+    some = samples.filter([-1, 3, 3])
+    assert [some[k] for k in range(len(some))] == [samples[3], samples[-1]]
+    assert len(samples.filter([])) == 0 and list(Sampler(samples.filter([]))) == []
+    # Parts of parts, in another process, too.
+    part = samples.filter(samples.targets >= 0).filter(range(0, 600, 7))
+    copied = pickle.loads(pickle.dumps(part))
+    assert copied.__getitems__(range(86)) == part.__getitems__(range(86)) and copied.fingerprint == part.fingerprint
+
+
+def test_parts_of_groups(session):
+    samples = dayfly.Samples("/dayfly/pairs", group="stem")
+    part = samples.filter([10, 3])
+    assert [part[k] for k in range(2)] == [samples[3], samples[10]]
+    assert pickle.loads(pickle.dumps(part))[1] == samples[10]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error", "message"),
+    [
+        ([True, False], ValueError, "the mask has 2 values, but there are 601 samples"),
+        ([601], IndexError, "there is no sample 601; there are 601 samples"),
+        ([-602], IndexError, "there is no sample -1"),
+        ([0.5], TypeError, "expected a mask or numbers of items, not an array of float64"),
+        (["a"], TypeError, "expected a mask or numbers of items"),
+        ([[1], [2]], ValueError, "in one dimension, not in 2"),
+    ],
+)
+def test_what_chooses_no_items_is_refused(session, chosen, error, message):
+    with pytest.raises(error, match=message):
+        dayfly.Samples("/dayfly/train").filter(chosen)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "local", "partial"])
+def test_ranks_share_a_part_and_resume_it(session, shuffle):
+    samples = dayfly.Samples("/dayfly/train")
+    part = samples.filter(samples.targets != 0)
+    more = {"q": 0.3, "batch_size": 10} if shuffle == "partial" else {}
+    shares = [list(sampler) for sampler in ranks(part, 4, shuffle=shuffle, tail="exact", **more)]
+    assert sorted(np.concatenate(shares)) == list(range(len(part)))
+    begun = ranks(part, 4, shuffle=shuffle, tail="exact", **more)
+    read = [[item for item, _ in zip(sampler, range(30))] for sampler in begun]
+    resumed = ranks(part, 2, shuffle=shuffle, tail="exact", **more)
+    for sampler in resumed:
+        sampler.load_state_dict(begun[0].state_dict())
+    # A sampler counts an item when the next one is drawn, so `zip` has drawn one more than `read` has.
+    rest = [list(sampler) for sampler in resumed]
+    seen = np.bincount(np.concatenate(read + rest), minlength=len(part))
+    assert (seen.min(), seen.max()) in {(1, 1), (0, 1)} and (seen == 0).sum() <= 4
+    with pytest.raises(ValueError, match="a dataset with other names or contents"):
+        ranks(samples, 1, shuffle=shuffle, **more)[0].load_state_dict(begun[0].state_dict())
+
+
+# ---- Without a session ----
+
+
+@pytest.fixture
+def plain(content, tmp_path, monkeypatch):
+    """A machine without a session. A folder and a tar with the files of /dayfly/train."""
+    for path, data in content.items():
+        if path.startswith("train/"):
+            file = tmp_path / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(data)
+    (tmp_path / "train/link").symlink_to("readme.txt")
+    os.link(tmp_path / "train/readme.txt", tmp_path / "train/same.txt")
+    with tarfile.open(tmp_path / "train.tar", "w") as archive:
+        # A later member of the same name wins.
+        archive.add(tmp_path / "train/readme.txt", "./ant/0000.bin")
+        archive.add(tmp_path / "train", ".")
+    (tmp_path / "none").mkdir()
+    monkeypatch.setenv("DAYFLY_RUNTIME_DIR", str(tmp_path / "none"))
+    return tmp_path
+
+
+def quietly(path, **arguments):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dayfly.Samples(path, **arguments)
+
+
+@pytest.mark.parametrize("source", ["train", "train.tar"])
+def test_a_script_runs_without_a_session(plain, under, source):
+    files = under("/dayfly/train")
+    root = str(plain / source)
+    with pytest.warns(RuntimeWarning, match="is read directly, and not through Dayfly") as warned:
+        samples = dayfly.Samples(root, labeled=True)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert {os.path.relpath(path, root): samples[k][0] for k, path in enumerate(samples.paths)} == {
+        path.removeprefix("/dayfly/train/"): data for path, data in files.items()
+    }
+    assert samples.classes == ["ant", "bee", "cicada", "dayfly"] and np.bincount(samples.targets + 1).tolist() == [1, 150, 150, 150, 150]
+    for arguments in ({}, {"shuffle": "local"}, {"shuffle": "partial", "q": 0.5}):
+        sampler = Sampler(samples, tail="exact", **arguments)
+        loader = dayfly.torch.loader(samples, sampler, batch_size=32, num_workers=1, multiprocessing_context="spawn", collate_fn=first)
+        assert sorted(data for batch in loader for data, _ in batch) == sorted(files.values())
+    shares = [list(sampler) for sampler in ranks(samples, 4, shuffle="partial", q=0.3, batch_size=10, tail="exact")]
+    assert sorted(sum(shares, [])) == list(range(601))
+    loader = dayfly.torch.prefetch(DataLoader(samples, batch_size=32, shuffle=True, collate_fn=first))
+    assert sum(map(len, loader)) == 601
+    assert len(samples.filter(samples.targets == 1)) == len(Subset(samples, range(150)))
+    view = quietly(root, views=True)[5]
+    assert torch.from_dlpack(view).numpy().tobytes() == view.tobytes() == bytes(view) == samples[5][0] and view.is_good
+
+
+def test_epochs_of_a_folder_repeat_and_resume(plain):
+    samples = quietly(str(plain / "train"))
+    whole = [list(Sampler(samples, seed=3)), list(Sampler(samples, seed=3))]
+    assert whole[0] == whole[1] != list(Sampler(samples, seed=4))
+    loader = dayfly.torch.loader(samples, Sampler(samples, seed=3), batch_size=10, collate_fn=first)
+    for _step, _batch in zip(range(5), loader):
+        state = loader.state_dict()
+    resumed = Sampler(quietly(str(plain / "train.tar")), seed=3)
+    with pytest.raises(ValueError, match="other names or contents"):
+        # The tar has no link, and another order of names is no matter; but its first directory is "ant", too.
+        Sampler(quietly(str(plain / "train/ant")), seed=3).load_state_dict(state)
+    resumed.load_state_dict(state)
+    assert list(resumed) == whole[0][state["legs"][0]["delivered"] :]
+
+
+def test_groups_of_a_folder(plain, content):
+    for path in ("pairs/x/000.jpg", "pairs/x/000.json"):
+        (plain / path).parent.mkdir(parents=True, exist_ok=True)
+        (plain / path).write_bytes(content[path])
+    samples = quietly(str(plain / "pairs"), group="stem")
+    assert samples[0] == {"__key__": "x/000", "jpg": content["pairs/x/000.jpg"], "json": b'{"number": 0}'}
+
+
+def test_a_path_outside_the_namespace_is_read_directly(session, tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"content")
+    with pytest.warns(RuntimeWarning, match="it is not below /dayfly"):
+        assert dayfly.Samples(str(tmp_path))[0] == b"content"
+    with pytest.raises(FileNotFoundError):
+        dayfly.Samples(str(tmp_path), session=dayfly.attach())
+
+
+def test_what_cannot_be_read_without_a_session_is_named(plain):
+    with pytest.raises(dayfly.Error, match="session"):
+        dayfly.Samples("/dayfly/train")
+    packed = plain / "train.tar.gz"
+    with tarfile.open(packed, "w:gz") as archive:
+        archive.add(plain / "train", ".")
+    (plain / "notes.txt").write_text("no tar\n" * 100)
+    (plain / "empty").write_bytes(b"")
+    with tarfile.open(plain / "outside.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("../x"))
+    with tarfile.open(plain / "cut.tar", "w") as archive:
+        archive.add(plain / "train", ".")
+    os.truncate(plain / "cut.tar", 100_000)
+    for name, message in [
+        ("train.tar.gz", "neither a folder nor a plain tar .*start one with dayfly.session"),
+        ("notes.txt", "neither a folder nor a plain tar"),
+        ("empty", "neither a folder nor a plain tar"),
+        ("outside.tar", "a member outside of it: '../x'"),
+        ("cut.tar", "neither a folder nor a plain tar"),
+    ]:
+        with pytest.raises(dayfly.Error, match=message):
+            quietly(str(plain / name))
