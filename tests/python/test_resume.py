@@ -84,6 +84,70 @@ def test_an_interrupted_epoch_goes_on_with_other_ranks_and_reads_each_sample_onc
     assert sorted(read) == list(range(len(samples)))
 
 
+@pytest.mark.parametrize("shuffle", ["global", "local", "partial"])
+@pytest.mark.parametrize("world", range(1, 8))
+def test_ranks_that_have_read_unequally_much_go_on_from_the_states_of_all(session, shuffle, world, tmp_path):
+    samples = Samples("/dayfly/train")
+    rng = random.Random(world)
+    more = {"q": 0.3, "batch_size": 8} if shuffle == "partial" else {}
+    read, states = [], None
+    for leg in range(3):
+        samplers = ranks(samples, world, shuffle=shuffle, tail="exact", seed=5, **more)
+        for sampler in samplers if states else []:
+            sampler.load_state_dict(torch.load(tmp_path / "states.pt"))
+        iterators = [iter(sampler) for sampler in samplers]
+        for iterator, sampler in zip(iterators, samplers):
+            read += itertools.islice(iterator, rng.randint(0, max(len(sampler) - 1, 0)) if leg < 2 else len(samples))
+        states = [sampler.state_dict() for sampler in samplers]
+        torch.save(rng.sample(states, world), tmp_path / "states.pt")
+        # The second leg goes on with the same rules, and the third one with others.
+        world = world if leg == 0 else rng.randint(1, 7)
+    assert sorted(read) == list(range(len(samples)))
+
+
+@pytest.mark.parametrize("shuffle", ["global", "local", "partial"])
+def test_a_state_has_a_few_bits_for_each_sample(session, shuffle):
+    samples = Samples("/dayfly/train")
+    more = {"q": 0.3, "batch_size": 8} if shuffle == "partial" else {}
+    sampler = ranks(samples, 2, shuffle=shuffle, **more)[1]
+    iterator = iter(sampler)
+    for _ in range(100):
+        next(iterator)
+    bits = [value for value in sampler.state_dict().values() if isinstance(value, torch.Tensor)]
+    assert sum(value.numel() for value in bits) == (0 if shuffle == "global" else 2 * 76)
+
+
+@pytest.mark.parametrize("shuffle", ["global", "partial"])
+def test_ranks_gather_their_state(session, tmp_path, shuffle):
+    program = """
+import itertools, sys, torch
+from dayfly.torch import Sampler, Samples
+folder, rank, shuffle = sys.argv[1:]
+torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=int(rank), world_size=3)
+samples = Samples("/dayfly/train")
+more = {"q": 0.5, "batch_size": 8} if shuffle == "partial" else {}
+sampler = Sampler(samples, shuffle=shuffle, tail="exact", **more)
+read = list(itertools.islice(iter(sampler), 20 + 10 * int(rank)))
+state = sampler.gather_state()
+sampler = Sampler(samples, shuffle=shuffle, tail="exact", **more)
+sampler.load_state_dict(state)
+read += itertools.islice(iter(sampler), 5 + int(rank))
+torch.save((read, sampler.gather_state()), f"{folder}/{rank}")
+torch.distributed.destroy_process_group()
+"""
+    processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(rank), shuffle]) for rank in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    parts, states = zip(*(torch.load(tmp_path / str(rank)) for rank in range(3)))
+    read = [item for part in parts for item in part]
+    samples = Samples("/dayfly/train")
+    for sampler in ranks(samples, 2, shuffle="local", tail="exact"):
+        sampler.load_state_dict(states[1])
+        read += sampler
+    assert sorted(read) == list(range(len(samples)))
+    with pytest.raises(ValueError, match="the other 2 ranks cannot be asked"):
+        ranks(samples, 3)[0].gather_state()
+
+
 def test_without_a_change_the_order_goes_on_as_if_it_had_not_been_interrupted(session):
     samples = Samples("/dayfly/train")
     whole = list(Sampler(samples, seed=1, tail="exact"))
@@ -108,13 +172,13 @@ def test_a_loader_counts_what_the_training_loop_has_received(session, workers):
         if number == 9:
             state = batches.state_dict()
             break
-    assert state["legs"][-1]["delivered"] == 160
+    assert state["delivered"] == 160
     resumed = loader(samples, Sampler(samples, tail="exact"), batch_size=16, num_workers=2 - workers, collate_fn=first)
     resumed.load_state_dict(state)
     for batch in resumed:
         received += batch
     assert received == samples.__getitems__(whole)
-    assert resumed.state_dict()["legs"][-1]["epoch"] == 1
+    assert resumed.state_dict()["deal"]["epoch"] == 1
 
 
 def test_workers_that_stay_go_on_with_the_next_epoch_after_a_break(session):
@@ -125,36 +189,42 @@ def test_workers_that_stay_go_on_with_the_next_epoch_after_a_break(session):
         for number, _ in enumerate(batches):
             if number == 3:
                 break
-        assert sampler.state_dict()["legs"][-1]["delivered"] == 64
+        assert sampler.state_dict()["delivered"] == 64
     assert sampler.epoch == 1
     assert sorted(size for batch in batches for size in batch) == sorted(samples.sizes)
-    assert (sampler.epoch, sampler.state_dict()["legs"][-1]["delivered"]) == (3, 0)
+    assert (sampler.epoch, sampler.state_dict()["delivered"]) == (3, 0)
 
 
 def test_a_damaged_or_foreign_state_is_refused(session):
     samples = Samples("/dayfly/train")
     sampler = Sampler(samples)
-    state = sampler.state_dict()
-    leg = state["legs"][0]
+    state, deal = sampler.state_dict(), sampler.state_dict()["deal"]
+    bits = torch.zeros(76, dtype=torch.uint8)
     for wrong, error, message in [
-        (None, TypeError, "state_dict must be a dictionary"),
+        (None, TypeError, "state_dict must be a dictionary, or a list"),
+        ([], TypeError, "state_dict must be a dictionary, or a list"),
+        ([state, None], TypeError, "state_dict must be a dictionary, or a list"),
+        ([state, state], ValueError, "must be of one rank, or of each of the 1 ranks once"),
         ({}, ValueError, "has version None"),
         ({**state, "fingerprint": "other"}, ValueError, "is of a dataset with other names or contents"),
-        ({**state, "legs": []}, ValueError, "has no legs"),
-        ({**state, "legs": None}, TypeError, "must be of type list, not NoneType"),
-        ({**state, "legs": [None]}, TypeError, "must hold dictionaries"),
-        ({**state, "legs": [{**leg, "delivered": -1}]}, ValueError, "has read -1 samples"),
-        ({**state, "legs": [{**leg, "world": 0}]}, ValueError, "num_replicas must be"),
-        ({**state, "legs": [{**leg, "shuffle": "local"}]}, ValueError, "homes and places that shuffle='local' needs"),
-        ({**state, "legs": [{**leg, "homes": torch.zeros(3, dtype=torch.int16)}]}, ValueError, "has 3 values under 'homes'"),
-        ({key: value for key, value in state.items() if key != "legs"}, ValueError, "has no entry 'legs'"),
+        ({**state, "deal": None}, TypeError, "must be of type dict, not NoneType"),
+        ({**state, "delivered": -1}, ValueError, "a rank has read -1 samples"),
+        ({**state, "delivered": [602]}, ValueError, "a rank has read 602 samples"),
+        ({**state, "delivered": [1, 1]}, TypeError, "must be a number, or one for each of 1 ranks"),
+        ({**state, "delivered": None}, TypeError, "must be a number, or one for each of 1 ranks"),
+        ({**state, "rank": 1}, ValueError, "is of rank 1, but of only 1 ranks"),
+        ({**state, "deal": {**deal, "world": 0}}, ValueError, "num_replicas must be"),
+        ({**state, "deal": {**deal, "shuffle": "local"}, "delivered": 1}, ValueError, "does not say which samples were read"),
+        ({**state, "earlier": bits[1:]}, ValueError, "has 75 bytes of bits under 'earlier'"),
+        ({**state, "read": bits.to(torch.int16)}, TypeError, "has no bits under 'read'"),
+        ({key: value for key, value in state.items() if key != "deal"}, ValueError, "has no entry 'deal'"),
     ]:
         with pytest.raises(error, match=message):
             sampler.load_state_dict(wrong)
     wrapping = Sampler(samples, sampler=torch.utils.data.SequentialSampler(samples))
     with pytest.raises(ValueError, match="not that of a dayfly.torch.Sampler with sampler=SequentialSampler"):
         wrapping.load_state_dict(state)
-    with pytest.raises(ValueError, match="has no entry 'legs'"):
+    with pytest.raises(ValueError, match="has no entry 'deal'"):
         sampler.load_state_dict(wrapping.state_dict())
     assert len(list(sampler)) == len(samples), "a refused state changes nothing"
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from dayfly.progress import Leg, remaining
+from dayfly.progress import Reading, packed, rest, union, unpacked
 from dayfly.sharing import (
     NO_RANK,
     Deal,
@@ -148,15 +148,18 @@ def test_an_epoch_that_is_interrupted_many_times_reads_each_sample_once(seed):
     rng = random.Random(1000 + seed)
     count = rng.choice([1, 50, 997])
     order = permuted(np.arange(count, dtype=np.uint32), 3, 0, 99)
-    legs, read = [], []
+    mask, read = None, []
     for _ in range(rng.randint(1, 4)):
         deal, _, homes, places = some_case(rng, count, tail="exact")
-        pool = remaining(order, legs)
-        dealt = shares(deal, pool, homes, places)
-        delivered = rng.randint(0, len(pool) // deal.world)
-        read += [share[:delivered] for share in dealt]
-        legs.append(Leg(deal, homes, places, delivered))
-    read.append(remaining(order, legs))
+        dealt = shares(deal, rest(order, mask), homes, places)
+        reading = Reading(dealt, count)
+        for _ in range(3):
+            # Ranks need not read equally much, and a count may be corrected.
+            counts = [rng.randint(0, len(share)) for share in dealt]
+            now = reading.mask(counts)
+        read += [share[:number] for share, number in zip(dealt, counts)]
+        mask = union(mask, unpacked(packed(now), count))
+    read.append(rest(order, mask))
     assert np.array_equal(np.sort(np.concatenate(read)), np.arange(count))
 
 

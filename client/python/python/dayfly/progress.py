@@ -1,50 +1,58 @@
-"""Tells which samples of an epoch have not been read yet, after any number of interruptions.
+"""Tells which samples of an epoch have been read, one bit for each.
 
-An epoch that is interrupted and resumed with other rules, for example with another number of ranks,
-consists of several *legs*. Within a leg, each rank reads from the beginning of its share. All ranks
-make the same number of steps, so the number of samples that each rank has read describes the whole
-leg.
+An epoch may be interrupted and go on with other rules, for example with another number of ranks.
+Each rank reads from the beginning of its share, so its share and a number tell what it has read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .sharing import Deal, Ids, shares
+from .sharing import Ids
+
+Mask = NDArray[np.bool_]
+"""Whether each sample has been read."""
 
 
-@dataclass
-class Leg:
-    """A part of an epoch in which the rules stay the same."""
-
-    deal: Deal
-    homes: NDArray[np.uint16] | None
-    """The home of each sample; `None` for a global shuffle."""
-    places: Ids | None
-    """The place of each sample in the order of its owner; only for a local shuffle."""
-    delivered: int = 0
-    """How many samples each rank has read. Ranks with a shorter share have read all of it."""
-
-    def has_rules_of(self, other: Leg) -> bool:
-        """Returns whether the other leg deals the same samples in the same way."""
-        return (
-            self.deal == other.deal and _equal(self.homes, other.homes) and _equal(self.places, other.places)
-        )
+def rest(order: Ids, read: Mask | None) -> Ids:
+    """Returns the samples of `order`, in that order, that have not been read."""
+    return order if read is None else order[~read[order]]
 
 
-def _equal(one: NDArray[np.generic] | None, other: NDArray[np.generic] | None) -> bool:
-    return (one is None) == (other is None) and (one is None or np.array_equal(one, other))  # type: ignore[arg-type]
+def union(one: Mask | None, other: Mask | None) -> Mask | None:
+    """Returns which samples at least one of two masks has; `None` is a mask without any."""
+    if one is None or other is None:
+        return one if other is None else other
+    return one | other
 
 
-def remaining(order: Ids, legs: Sequence[Leg]) -> Ids:
-    """Returns the samples of `order`, in that order, that no rank has read in one of the legs."""
-    for leg in legs:
-        is_read = np.zeros(int(order.max(initial=0)) + 1, bool)
-        for share in shares(leg.deal, order, leg.homes, leg.places):
-            is_read[share[: leg.delivered]] = True
-        order = order[~is_read[order]]
-    return order
+class Reading:
+    """What ranks have read of their shares. Cheap to ask again and again, because only what is new is looked at."""
+
+    def __init__(self, shares: Sequence[Ids], count: int) -> None:
+        self._shares = shares
+        self._counts = [0] * len(shares)
+        self._mask = np.zeros(count, bool)
+
+    def mask(self, counts: Sequence[int]) -> Mask:
+        """Returns which samples are among the first of each share; `counts` says how many. Do not change the result."""
+        if any(new < old for new, old in zip(counts, self._counts)):
+            self._mask[:] = False
+            self._counts = [0] * len(self._shares)
+        for share, old, new in zip(self._shares, self._counts, counts):
+            self._mask[share[old:new]] = True
+        self._counts = list(counts)
+        return self._mask
+
+
+def packed(mask: Mask) -> NDArray[np.uint8]:
+    """Returns a mask as bits, eight in each byte."""
+    return np.packbits(mask, bitorder="little")
+
+
+def unpacked(bits: NDArray[np.uint8], count: int) -> Mask:
+    """Returns the mask of `count` samples whose bits these are."""
+    return np.unpackbits(bits, count=count, bitorder="little").astype(bool)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from ..progress import Leg, remaining
+from ..progress import Mask, Reading, packed, rest, union, unpacked
+from ..samples import Samples
 from ..sharing import Deal, Ids, homes_of, places_of, share_size, shares
 from .ranks import nodes_of_ranks
-from ..samples import Samples
 
-VERSION = 1
+VERSION = 2
 """The version of the state. A change of the rules by which samples are dealt needs a new one."""
 
 
@@ -25,123 +25,177 @@ class Dealing:
     def __init__(self, samples: Samples, deal: Deal, rank: int, nodes: Sequence[int] | None) -> None:
         self.samples = samples
         self.rank = rank
-        self._earlier: list[Leg] = []
-        homes = places = None
+        self.delivered = 0
+        """How many samples of its share this rank has read."""
+        self._deal = deal
+        self._homes = self._places = None
         if deal.shuffle != "global":
             dataset, first_files = samples.dataset, samples.first_files()
             named, orders = nodes_of_ranks(dataset, nodes, deal.world, deal.shuffle == "local")
-            homes = homes_of(np.asarray(dataset.owners())[first_files], named, deal.seed)
+            self._homes = homes_of(np.asarray(dataset.owners())[first_files], named, deal.seed)
             if deal.shuffle == "local":
-                places = places_of(len(dataset), orders)[first_files]
-        self._leg = Leg(deal, homes, places)
-        self._share: Ids | None = None
+                self._places = places_of(len(dataset), orders)[first_files]
+        arrays = [array.tobytes() for array in (self._homes, self._places) if array is not None]
+        self._rules = hashlib.sha256(b"".join(arrays)).hexdigest()[:32] if arrays else ""
+        """Differs if samples have other homes or places."""
+        self._earlier: Mask | None = None
+        """What was read in this epoch under other rules."""
+        self._dealt: list[Ids] | None = None
+        self._read_by_all: Reading | None = None
+        self._read_here: Reading | None = None
 
     @property
     def epoch(self) -> int:
         """The current epoch."""
-        return self._leg.deal.epoch
-
-    @property
-    def delivered(self) -> int:
-        """How many samples of its share each rank has read."""
-        return self._leg.delivered
-
-    @delivered.setter
-    def delivered(self, count: int) -> None:
-        self._leg.delivered = count
+        return self._deal.epoch
 
     def use_batch_size(self, batch: int) -> None:
         """Sets the number of samples in a rank's batch. Nothing has been dealt yet."""
-        self._leg.deal = replace(self._leg.deal, batch=batch)
+        self._deal = replace(self._deal, batch=batch)
 
     def restart(self, epoch: int) -> None:
         """Begins an epoch, of which nothing has been read."""
-        self._leg = self._leg_of(epoch)
-        self._earlier = []
-        self._share = None
+        self._begin(replace(self._deal, epoch=epoch), None, 0)
 
     def size(self) -> int:
         """Returns the length of the share of this rank."""
-        if self._earlier:
+        if self._earlier is not None:
             return len(self.share())
-        return share_size(len(self.samples), self._leg.deal, self.rank) if len(self.samples) else 0
+        return share_size(len(self.samples), self._deal, self.rank) if len(self.samples) else 0
 
     def share(self) -> Ids:
         """Returns the items that this rank reads in this epoch, in their order."""
-        if self._share is None:
-            self._share = self._share_of(self._leg, self._earlier)
-        return self._share
+        return self._shares()[self.rank]
 
     def next_share(self) -> Ids:
         """Returns what this rank will read in the next epoch."""
-        return self._share_of(self._leg_of(self.epoch + 1), [])
+        return self._dealt_by(replace(self._deal, epoch=self.epoch + 1), None)[self.rank]
 
-    def state(self) -> dict[str, Any]:
-        """Returns what `load` needs to continue after what was delivered."""
-        return {"legs": [_encoded(leg) for leg in [*self._earlier, self._leg]]}
+    def state(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
+        """Returns what `load` needs to continue after what was delivered. `counts` says how much each rank has read; otherwise, it
+        is taken that all have read equally much."""
+        own, deal = self.delivered, self._deal
+        counts = [own] * deal.world if counts is None else list(counts)
+        state = {
+            "rank": self.rank,
+            "deal": asdict(deal),
+            "rules": self._rules,
+            "delivered": own if counts == [own] * deal.world else counts,
+            "earlier": _bits(self._earlier),
+            "read": None,
+            "read_here": None,
+        }
+        # A global order can be computed again, in any session.
+        if deal.shuffle != "global" and any(counts):
+            if self._read_by_all is None or self._read_here is None:
+                everything = self._shares()
+                self._read_by_all = Reading(everything, len(self.samples))
+                self._read_here = Reading([everything[self.rank]], len(self.samples))
+            state["read"] = _bits(self._read_by_all.mask(counts))
+            if deal.world > 1:
+                state["read_here"] = _bits(self._read_here.mask([own]))
+        return state
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continues from a state, which may be of another session with other ranks."""
-        legs = [_decoded(leg, len(self.samples)) for leg in _entry(state, "legs", list)]
-        if not legs:
-            raise ValueError("state_dict has no legs; it was not made by a dayfly.torch.Sampler")
-        last = legs[-1]
-        if any((leg.deal.seed, leg.deal.epoch) != (last.deal.seed, last.deal.epoch) for leg in legs):
-            raise ValueError("state_dict mixes several seeds or epochs; it is damaged")
-        own = replace(self._leg.deal, seed=last.deal.seed, epoch=last.deal.epoch, since=last.deal.since)
-        self._leg = Leg(own, self._leg.homes, self._leg.places)
-        if last.has_rules_of(self._leg):
-            self._leg.delivered = last.delivered
-            legs.pop()
-        else:
-            self._leg.deal = replace(own, since=own.epoch)
-        self._earlier = [leg for leg in legs if leg.delivered > 0]
-        self._share = None
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continues from the state of one rank, or from those of all ranks, which may be of another session with other ranks."""
+        before = _merged([_decoded(state, len(self.samples)) for state in states])
+        deal = replace(self._deal, seed=before.deal.seed, epoch=before.deal.epoch, since=before.deal.since)
+        if (deal, self._rules) == (before.deal, before.rules):
+            self._begin(deal, before.earlier, before.counts[self.rank])
+            return
+        read = before.read
+        if before.deal.shuffle == "global" and any(before.counts):
+            dealt = shares(before.deal, rest(self._order(before.deal), before.earlier), None, None)
+            read = Reading(dealt, len(self.samples)).mask(before.counts)
+        self._begin(replace(deal, since=deal.epoch), union(before.earlier, read), 0)
 
-    def _leg_of(self, epoch: int) -> Leg:
-        return Leg(replace(self._leg.deal, epoch=epoch), self._leg.homes, self._leg.places)
+    def _begin(self, deal: Deal, earlier: Mask | None, delivered: int) -> None:
+        self._deal, self._earlier, self.delivered = deal, earlier, delivered
+        self._dealt = self._read_by_all = self._read_here = None
 
-    def _share_of(self, leg: Leg, earlier: list[Leg]) -> Ids:
-        deal = leg.deal
-        order = self.samples.item_order(np.asarray(self.samples.dataset.epoch_ids(deal.seed, deal.epoch)))
-        return shares(deal, remaining(order, earlier), leg.homes, leg.places)[self.rank]
+    def _shares(self) -> list[Ids]:
+        if self._dealt is None:
+            self._dealt = self._dealt_by(self._deal, self._earlier)
+        return self._dealt
 
+    def _dealt_by(self, deal: Deal, earlier: Mask | None) -> list[Ids]:
+        return shares(deal, rest(self._order(deal), earlier), self._homes, self._places)
 
-def _encoded(leg: Leg) -> dict[str, Any]:
-    """Describes a leg with types that `torch.load` accepts with `weights_only=True`. Copies no array."""
-    return {
-        **asdict(leg.deal),
-        "delivered": leg.delivered,
-        "homes": None if leg.homes is None else torch.from_numpy(leg.homes.view(np.int16)),
-        "places": None if leg.places is None else torch.from_numpy(leg.places.view(np.int32)),
-    }
-
-
-def _decoded(value: Any, count: int) -> Leg:
-    if not isinstance(value, dict):
-        raise TypeError(f"state_dict['legs'] must hold dictionaries, not {type(value).__name__}")
-    deal = Deal(**{field.name: _entry(value, field.name) for field in fields(Deal)})
-    delivered = _entry(value, "delivered", int)
-    if not 0 <= delivered <= count:
-        raise ValueError(f"state_dict says that each rank has read {delivered} samples, but there are only {count}")
-    homes = _array(value, "homes", np.uint16, count)
-    places = _array(value, "places", np.uint32, count)
-    if (deal.shuffle != "global") != (homes is not None) or (deal.shuffle == "local") != (places is not None):
-        raise ValueError(f"state_dict does not have the homes and places that shuffle={deal.shuffle!r} needs")
-    if homes is not None and count and int(homes.max()) >= deal.world:
-        raise ValueError(f"state_dict has a home that is none of its {deal.world} ranks; it is damaged")
-    return Leg(deal, homes, places, delivered)
+    def _order(self, deal: Deal) -> Ids:
+        return self.samples.item_order(np.asarray(self.samples.dataset.epoch_ids(deal.seed, deal.epoch)))
 
 
-def _array(value: dict[str, Any], name: str, dtype: type[np.generic], count: int) -> NDArray[Any] | None:
+@dataclass
+class _State:
+    """A state that has been checked."""
+
+    rank: int
+    deal: Deal
+    rules: str
+    counts: list[int]
+    """How many samples each rank had read."""
+    earlier: Mask | None
+    read: Mask | None
+    """What all ranks had read since, as far as `counts` is right."""
+    read_here: Mask | None
+    """What this rank had read of that."""
+
+
+def _merged(states: Sequence[_State]) -> _State:
+    """Returns one state for those of all ranks."""
+    first = states[0]
+    if len(states) == 1:
+        return first
+    by_rank = {state.rank: state for state in states}
+    if len(states) != first.deal.world or sorted(by_rank) != list(range(first.deal.world)):
+        raise ValueError(f"state_dict must be of one rank, or of each of the {first.deal.world} ranks once")
+    for state in states:
+        if (state.deal, state.rules) != (first.deal, first.rules) or not _equal(state.earlier, first.earlier):
+            raise ValueError("the states in state_dict are not those of the ranks of one run in one epoch")
+    counts = [by_rank[rank].counts[rank] for rank in range(first.deal.world)]
+    read = None
+    for state in states:
+        read = union(read, state.read_here)
+    return replace(first, counts=counts, read=read)
+
+
+def _equal(one: Mask | None, other: Mask | None) -> bool:
+    return one is other if one is None or other is None else np.array_equal(one, other)
+
+
+def _bits(mask: Mask | None) -> torch.Tensor | None:
+    """Describes a mask with a type that `torch.load` accepts with `weights_only=True`."""
+    return None if mask is None else torch.from_numpy(packed(mask))
+
+
+def _decoded(value: dict[str, Any], count: int) -> _State:
+    entries = _entry(value, "deal", dict)
+    deal = Deal(**{field.name: _entry(entries, field.name) for field in fields(Deal)})
+    delivered = _entry(value, "delivered")
+    counts = [delivered] * deal.world if isinstance(delivered, int) else delivered
+    if not isinstance(counts, list) or len(counts) != deal.world:
+        raise TypeError(f"state_dict['delivered'] must be a number, or one for each of {deal.world} ranks")
+    for number in counts:
+        if not isinstance(number, int) or not 0 <= number <= count:
+            raise ValueError(f"state_dict says that a rank has read {number} samples, but there are only {count}")
+    rank = _entry(value, "rank", int)
+    if not 0 <= rank < deal.world:
+        raise ValueError(f"state_dict is of rank {rank}, but of only {deal.world} ranks; it is damaged")
+    masks = {name: _mask(value, name, count) for name in ("earlier", "read", "read_here")}
+    if deal.shuffle != "global" and any(counts) and masks["read"] is None:
+        raise ValueError(f"state_dict does not say which samples were read, which shuffle={deal.shuffle!r} needs; it is damaged")
+    return _State(rank, deal, _entry(value, "rules", str), counts, masks["earlier"], masks["read"], masks["read_here"])
+
+
+def _mask(value: dict[str, Any], name: str, count: int) -> Mask | None:
     tensor = _entry(value, name)
     if tensor is None:
         return None
-    if not isinstance(tensor, torch.Tensor) or tensor.element_size() != np.dtype(dtype).itemsize:
-        raise TypeError(f"state_dict has no array of {np.dtype(dtype).name} under {name!r}")
-    if tensor.shape != (count,):
-        raise ValueError(f"state_dict has {tensor.numel()} values under {name!r}, but there are {count} samples")
-    return tensor.cpu().contiguous().numpy().view(dtype)
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.uint8:
+        raise TypeError(f"state_dict has no bits under {name!r}")
+    if tensor.shape != (-(-count // 8),):
+        raise ValueError(f"state_dict has {tensor.numel()} bytes of bits under {name!r}, but there are {count} samples")
+    return unpacked(tensor.cpu().contiguous().numpy(), count)
 
 
 def _entry(value: dict[str, Any], name: str, kind: type = object) -> Any:

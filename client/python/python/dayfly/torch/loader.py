@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.utils.data
@@ -27,7 +27,11 @@ class Loader(torch.utils.data.DataLoader[Any]):
         """Returns the state of the sampler, see `Sampler.state_dict`."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def gather_state(self) -> dict[str, Any]:
+        """Returns the state of the samplers of all ranks, see `Sampler.gather_state`."""
+        return self.sampler.gather_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Makes the next iteration go on after what was delivered, see `Sampler.load_state_dict`."""
         self.sampler.load_state_dict(state_dict)
 

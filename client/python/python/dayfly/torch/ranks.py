@@ -47,6 +47,27 @@ def rank_and_world(rank: int | None, num_replicas: int | None) -> tuple[int, int
     return rank, num_replicas
 
 
+def gathered(rank: int, world: int, own: Any) -> list[Any]:
+    """Returns what each rank has passed to this function, in the order of the ranks.
+
+    # Errors
+
+    `ValueError` if there is no process group of these ranks.
+    """
+    is_there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if not is_there or torch.distributed.get_world_size() != world:
+        raise ValueError(
+            f"the other {world - 1} ranks cannot be asked: call torch.distributed.init_process_group before, "
+            "or pass the states of all ranks to load_state_dict as a list"
+        )
+    found: list[Any] = [None] * world
+    torch.distributed.all_gather_object(found, (rank, own))
+    by_rank = dict(found)
+    if sorted(by_rank) != list(range(world)):
+        raise ValueError(f"the ranks of the process group do not have the numbers 0 to {world - 1}, but {sorted(by_rank)}")
+    return [by_rank[number] for number in range(world)]
+
+
 def nodes_of_ranks(
     dataset: AnyDataset, nodes: Sequence[int] | None, world: int, wants_orders: bool
 ) -> tuple[list[int], dict[int, Ids]]:

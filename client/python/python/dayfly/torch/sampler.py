@@ -10,7 +10,7 @@ import torch.utils.data
 from ..sharing import Deal, Ids, Shuffle, Tail
 from .announcing import Announcer
 from .dealing import VERSION, Dealing
-from .ranks import rank_and_world
+from .ranks import gathered, rank_and_world
 from ..samples import Samples
 from .wrapping import Wrapping
 
@@ -76,7 +76,7 @@ class Sampler(torch.utils.data.Sampler[int]):
         if sampler is not None:
             if (shuffle, q, migrate, nodes) != ("global", 0.0, False, None):
                 raise ValueError("shuffle, q, migrate and nodes have no effect together with sampler=; leave them out")
-            self._order = Wrapping(samples, sampler, world)
+            self._order = Wrapping(samples, sampler, rank, world)
             return
         batch = batch_size if shuffle == "partial" and batch_size is not None else 1
         deal = Deal(world, shuffle, tail, q, batch, migrate, seed=seed)
@@ -143,34 +143,57 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._restart(self.epoch + 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a small state with which another run, with any number of ranks, can go on.
+        """Returns a state with which another run, with any number of ranks, can go on. It has at most a few bits for each sample.
 
         The state counts what the training loop received if the loader is `dayfly.torch.loader(...)` or
         torchdata's `StatefulDataLoader`. A plain `DataLoader` draws items ahead, and they count as soon
-        as they are drawn. All ranks must load the state of rank 0.
-        """
-        self._check_batch_size()
-        return {"version": VERSION, "fingerprint": self.samples.fingerprint, **self._order.state()}
+        as they are drawn.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after what was delivered when `state_dict` was called.
+        The state of one rank is enough if all ranks have read equally many samples, as in training that
+        averages gradients. Otherwise, use `gather_state`, or give `load_state_dict` the states of all ranks.
+        """
+        return self._state(None)
+
+    def gather_state(self) -> dict[str, Any]:
+        """Returns the state of all ranks, however many samples each has read. All ranks must call this at once.
+
+        # Errors
+
+        `ValueError` if there is no process group of `torch.distributed` to ask, or if ranks read different epochs.
+        """
+        if self.num_replicas == 1:
+            return self.state_dict()
+        epochs, counts = zip(*gathered(self.rank, self.num_replicas, (self.epoch, self._order.delivered)))
+        if len(set(epochs)) > 1:
+            raise ValueError(f"the ranks do not read the same epoch: they read the epochs {', '.join(map(str, epochs))}")
+        return self._state(counts)
+
+    def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Continues after what was delivered when `state_dict` or `gather_state` was called. Takes one state, or a list with those of
+        all ranks. All ranks must load the same.
 
         # Errors
 
         `ValueError` if the state is of another dataset, or of another version of Dayfly.
         """
-        if not isinstance(state_dict, dict):
-            raise TypeError(f"state_dict must be a dictionary, not {type(state_dict).__name__}")
-        if state_dict.get("version") != VERSION:
-            raise ValueError(
-                f"state_dict has version {state_dict.get('version')!r}, but this version of Dayfly reads version {VERSION}"
-            )
-        if state_dict.get("fingerprint") != self.samples.fingerprint:
-            raise ValueError(f"state_dict is of a dataset with other names or contents than '{self.samples.root}'")
+        states = [state_dict] if isinstance(state_dict, dict) else state_dict
+        if not isinstance(states, (list, tuple)) or not states or not all(isinstance(state, dict) for state in states):
+            raise TypeError(f"state_dict must be a dictionary, or a list with those of all ranks, not {state_dict!r:.100}")
+        for state in states:
+            if state.get("version") != VERSION:
+                raise ValueError(
+                    f"state_dict has version {state.get('version')!r}, but this version of Dayfly reads version {VERSION}"
+                )
+            if state.get("fingerprint") != self.samples.fingerprint:
+                raise ValueError(f"state_dict is of a dataset with other names or contents than '{self.samples.root}'")
         self._check_batch_size()
-        self._order.load(state_dict)
+        self._order.load(states)
         self._is_begun = False
         self._start = self._order.delivered
+
+    def _state(self, counts: Sequence[int] | None) -> dict[str, Any]:
+        self._check_batch_size()
+        return {"version": VERSION, "fingerprint": self.samples.fingerprint, **self._order.state(counts)}
 
     def _restart(self, epoch: int) -> None:
         self._order.restart(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,12 @@ from ..samples import Samples
 class Wrapping:
     """Another sampler, which is drawn for a whole epoch at once."""
 
-    def __init__(self, samples: Samples, sampler: torch.utils.data.Sampler[int], world: int) -> None:
+    def __init__(self, samples: Samples, sampler: torch.utils.data.Sampler[int], rank: int, world: int) -> None:
         self.samples = samples
         self.sampler = sampler
         self.epoch = 0
         self.delivered = 0
-        self._world = world
+        self._rank, self._world = rank, world
         self._following: list[int] | None = None
 
     def restart(self, epoch: int) -> None:
@@ -43,23 +44,32 @@ class Wrapping:
         """Returns the order of the next epoch if it is certain already."""
         return None if self._following is None else self._as_items(self._following)
 
-    def state(self) -> dict[str, Any]:
-        """Returns what `load` needs to continue after what was delivered."""
-        return {"sampler": type(self.sampler).__name__, "world": self._world, "epoch": self.epoch, "delivered": self.delivered}
+    def state(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
+        """Returns what `load` needs to continue after what was delivered. `counts` says how much each rank has read."""
+        return {
+            "sampler": type(self.sampler).__name__,
+            "world": self._world,
+            "rank": self._rank,
+            "epoch": self.epoch,
+            "delivered": self.delivered if counts is None else list(counts),
+        }
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Continues from a state of the same sampler with the same number of ranks."""
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continues from states of the same sampler with the same number of ranks."""
         own = self.state()
-        if not state.keys() >= own.keys():
-            raise ValueError(f"state_dict is not that of a dayfly.torch.Sampler with sampler={own['sampler']}")
-        for name in ("sampler", "world"):
-            if state[name] != own[name]:
-                raise ValueError(
-                    f"state_dict has {name} {state[name]!r}, but this one has {own[name]!r}; "
-                    "only a sampler that deals the samples itself can continue with another number of ranks"
-                )
+        for state in states:
+            if not state.keys() >= own.keys():
+                raise ValueError(f"state_dict is not that of a dayfly.torch.Sampler with sampler={own['sampler']}")
+            for name in ("sampler", "world"):
+                if state[name] != own[name]:
+                    raise ValueError(
+                        f"state_dict has {name} {state[name]!r}, but this one has {own[name]!r}; "
+                        "only a sampler that deals the samples itself can continue with another number of ranks"
+                    )
+        state = next((state for state in states if state["rank"] == self._rank), states[0])
+        delivered = state["delivered"]
         self.restart(state["epoch"])
-        self.delivered = state["delivered"]
+        self.delivered = delivered[self._rank] if isinstance(delivered, list) else delivered
 
     def _as_items(self, drawn: list[int]) -> Ids:
         items = np.array(drawn, np.int64)
