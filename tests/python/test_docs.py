@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import dayfly
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "PYTHON.md"
 
@@ -41,3 +43,13 @@ def test_the_page_names_every_public_name():
     page = PAGE.read_text()
     missing = [name for name in dayfly.torch.__all__ if name.lower() not in page.lower()]
     assert not missing, "docs/PYTHON.md does not name these"
+
+
+def test_the_program_in_formats_computes_the_order_of_an_epoch(session):
+    found = {}
+    exec(python_blocks(ROOT / "docs" / "FORMATS.md")[0], found)
+    data = dayfly.attach().dataset("/dayfly/train")
+    for seed, epoch in [(0, 0), (1, 7), (2**64 - 1, 2**64 - 1)]:
+        assert list(found["epoch_ids"](len(data), seed, epoch)) == data.epoch_ids(seed, epoch).tolist()
+    for count in (0, 1, 2, 3, 4, 5, 1000):
+        assert sorted(found["epoch_ids"](count, 5, 6)) == list(range(count))
