@@ -12,11 +12,11 @@ import pytest
 import torch
 from dayfly.torch import Sampler, Samples, loader
 from helpers import first, ranks
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 RANK_PROGRAM = """
 import itertools, os, sys, torch
 from dayfly.torch import Sampler, Samples
-from torchdata.stateful_dataloader import StatefulDataLoader
 meeting, rank, world, shuffle, steps, state = sys.argv[1:]
 torch.distributed.init_process_group("gloo", init_method=meeting, rank=int(rank), world_size=int(world))
 more = {"q": 0.5, "batch_size": 8} if shuffle == "partial" else {}

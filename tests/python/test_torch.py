@@ -204,7 +204,6 @@ def test_another_sampler_can_be_wrapped(session):
         ({"shuffle": "local", "num_replicas": 2, "rank": 0}, ValueError, "init_process_group before, or pass nodes="),
         ({"shuffle": "local", "num_replicas": 2, "rank": 0, "nodes": [0, 7]}, ValueError, "must ask node 7 for the order"),
         ({"shuffle": "local", "num_replicas": 2, "rank": 0, "nodes": [0]}, ValueError, "nodes must name one node for each of 2 ranks"),
-        ({"shuffle": "partial", "q": 0.3}, ValueError, "needs batch_size="),
         ({"q": 0.3}, ValueError, "q and migrate have an effect only with shuffle='partial'"),
         ({"rank": 2, "num_replicas": 2}, ValueError, "rank must be a number from 0 to 1, not 2"),
         ({"rank": 2}, ValueError, "rank and num_replicas must be given together"),

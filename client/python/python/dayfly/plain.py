@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import posixpath
+import stat
 import tarfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class _File:
     container: str
     """The file that holds its bytes, from `offset` on."""
     offset: int
+    identity: tuple[int, int]
+    """The same for all names of one file."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,10 @@ class PlainDataset:
     def __init__(self, root: str) -> None:
         self.root = root
         found = _files_of_tar(root) if os.path.isfile(root) else _files_of_folder(root)
-        self._files = sorted(found, key=lambda file: file.name.split("/"))
+        first_names: dict[tuple[int, int], _File] = {}
+        for file in sorted(found, key=lambda file: file.name.split("/")):
+            first_names.setdefault(file.identity, file)
+        self._files = list(first_names.values())
         self._fingerprint: str | None = None
 
     @property
@@ -180,40 +186,43 @@ def open_dataset(root: str, session: Session | None) -> AnyDataset:
 
 
 def _files_of_folder(root: str) -> Iterator[_File]:
-    """Finds the regular files, as `dayfly stage-in` does: symbolic links are no samples, and a file with several names is one."""
-    seen: set[tuple[int, int]] = set()
+    """Finds the regular files. As for `dayfly stage-in`, symbolic links are no samples."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    for folder, directories, names in os.walk(root, onerror=fail):
-        directories.sort()
-        for name in sorted(names):
+    for folder, _, names in os.walk(root, onerror=fail):
+        for name in names:
             path = os.path.join(folder, name)
             entry = os.lstat(path)
-            if not os.path.isfile(path) or os.path.islink(path) or (entry.st_dev, entry.st_ino) in seen:
-                continue
-            if entry.st_nlink > 1:
-                seen.add((entry.st_dev, entry.st_ino))
-            yield _File(os.path.relpath(path, root), entry.st_size, path, 0)
+            if stat.S_ISREG(entry.st_mode):
+                yield _File(os.path.relpath(path, root), entry.st_size, path, 0, (entry.st_dev, entry.st_ino))
 
 
 def _files_of_tar(path: str) -> Iterator[_File]:
-    """Finds the regular files of a plain tar. Of several members with one name, the last one counts."""
+    """Finds the regular files of a plain tar, also under the names of hard links. Of several members with one name, the last one counts."""
     files: dict[str, _File | None] = {}
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
-                name = posixpath.normpath(member.name).lstrip("/")
-                if name == ".." or name.startswith("../"):
-                    raise Error(f"'{path}' has a member outside of it: {member.name!r}")
+                name = _name_in_tar(path, member.name)
                 if member.issparse():
                     raise Error(f"'{path}' has sparse members, which are read in a session only: start one with dayfly.session()")
-                # A hard link names a sample that is there already.
-                files[name] = _File(name, member.size, path, member.offset_data) if member.isreg() else None
+                files[name] = None
+                if member.isreg():
+                    files[name] = _File(name, member.size, path, member.offset_data, (0, member.offset_data))
+                elif member.islnk() and (target := files.get(_name_in_tar(path, member.linkname))) is not None:
+                    files[name] = replace(target, name=name)
     except tarfile.ReadError as error:
         raise Error(
             f"'{path}' is neither a folder nor a plain tar ({error}); "
             "compressed tars and zips are read in a session only: start one with dayfly.session()"
         ) from error
     return (file for file in files.values() if file is not None)
+
+
+def _name_in_tar(path: str, name: str) -> str:
+    inner = posixpath.normpath(name).lstrip("/")
+    if inner == ".." or inner.startswith("../"):
+        raise Error(f"'{path}' has a member outside of it: {name!r}")
+    return inner
