@@ -97,12 +97,30 @@ def test_ranks_that_have_read_unequally_much_go_on_from_the_states_of_all(sessio
             sampler.load_state_dict(torch.load(tmp_path / "states.pt"))
         iterators = [iter(sampler) for sampler in samplers]
         for iterator, sampler in zip(iterators, samplers):
-            read += itertools.islice(iterator, rng.randint(0, max(len(sampler) - 1, 0)) if leg < 2 else len(samples))
+            # All but the first rank may end the epoch.
+            most = max(len(sampler) - 1, 0) if sampler is samplers[0] else len(sampler) + 1
+            read += itertools.islice(iterator, rng.choice([rng.randint(0, most), most]) if leg < 2 else len(samples))
         states = [sampler.state_dict() for sampler in samplers]
         torch.save(rng.sample(states, world), tmp_path / "states.pt")
-        # The second leg goes on with the same rules, and the third one with others.
+        # The second leg has the same ranks, and the third one others.
         world = world if leg == 0 else rng.randint(1, 7)
     assert sorted(read) == list(range(len(samples)))
+
+
+def test_ranks_that_have_read_unequally_much_end_together(session):
+    samples = Samples("/dayfly/train")
+    states = []
+    for sampler, steps in zip(ranks(samples, 3, tail="drop"), (10, 30, 200)):
+        assert len(list(itertools.islice(sampler, steps))) == steps
+        states.append(sampler.state_dict())
+    resumed = ranks(samples, 3, tail="drop")
+    for sampler in resumed:
+        sampler.load_state_dict(states)
+    assert [len(list(sampler)) for sampler in resumed] == [(601 - 240) // 3] * 3
+    with pytest.raises(ValueError, match="of each of the 3 ranks once"):
+        resumed[0].load_state_dict(states[:2])
+    with pytest.raises(ValueError, match="not those of the ranks of one run"):
+        resumed[0].load_state_dict([*states[:2], {**states[2], "deal": {**states[2]["deal"], "seed": 5}}])
 
 
 @pytest.mark.parametrize("shuffle", ["global", "local", "partial"])
@@ -137,6 +155,7 @@ torch.distributed.destroy_process_group()
 """
     processes = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), str(rank), shuffle]) for rank in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
+    # What the ranks have not read is dealt anew, so that they end together.
     parts, states = zip(*(torch.load(tmp_path / str(rank)) for rank in range(3)))
     read = [item for part in parts for item in part]
     samples = Samples("/dayfly/train")
@@ -215,6 +234,7 @@ def test_a_damaged_or_foreign_state_is_refused(session):
         ({**state, "rank": 1}, ValueError, "is of rank 1, but of only 1 ranks"),
         ({**state, "deal": {**deal, "world": 0}}, ValueError, "num_replicas must be"),
         ({**state, "deal": {**deal, "shuffle": "local"}, "delivered": 1}, ValueError, "does not say which samples were read"),
+        ({**state, "finished": {"epoch": 0}}, ValueError, "has no entry 'delivered'"),
         ({**state, "earlier": bits[1:]}, ValueError, "has 75 bytes of bits under 'earlier'"),
         ({**state, "read": bits.to(torch.int16)}, TypeError, "has no bits under 'read'"),
         ({key: value for key, value in state.items() if key != "deal"}, ValueError, "has no entry 'deal'"),

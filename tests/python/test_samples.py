@@ -1,5 +1,6 @@
 """`dayfly.Samples` without PyTorch, parts of it, and folders and tars that are read without a session."""
 
+import errno
 import itertools
 import os
 import pickle
@@ -59,6 +60,12 @@ def test_filter_keeps_some_items(session, under):
     assert len(samples) == 601 and samples[0] == dayfly.Samples("/dayfly/train", labeled=True)[0]
     some = samples.filter([-1, 3, 3])
     assert [some[k] for k in range(len(some))] == [samples[3], samples[-1]]
+    for kind in (np.int8, np.uint8, np.int16, np.uint64):
+        assert samples.filter(np.array([100, 3], kind)).fingerprint == samples.filter([3, 100]).fingerprint
+    assert samples.filter(range(601)).fingerprint == samples.fingerprint != samples.filter(range(600)).fingerprint
+    assert samples.filter(range(100)).filter([5, 7]).fingerprint == samples.filter([5, 7]).fingerprint
+    with pytest.raises(ValueError, match="read-only"):
+        samples.targets[0] = 1
     assert len(samples.filter([])) == 0 and list(Sampler(samples.filter([]))) == []
     # Parts of parts, in another process, too.
     part = samples.filter(samples.targets >= 0).filter(range(0, 600, 7))
@@ -181,6 +188,25 @@ def test_groups_of_a_folder(plain, content):
     assert samples[0] == {"__key__": "x/000", "jpg": content["pairs/x/000.jpg"], "json": b'{"number": 0}'}
 
 
+def test_files_that_change_are_errors(plain, monkeypatch):
+    monkeypatch.chdir(plain)
+    folder, archive = quietly("train"), quietly("train.tar")
+    monkeypatch.chdir("/")
+    item = list(folder.paths).index("train/readme.txt")
+    assert folder[item] == archive[item] == b"not in a class\n"
+    for content in (b"short", b"much longer than before"):
+        (plain / "train/readme.txt").write_bytes(content)
+        with pytest.raises(OSError, match="another size than when it was listed") as failure:
+            folder[item]
+        assert (failure.value.errno, failure.value.filename) == (errno.ESTALE, "train/readme.txt")
+    (plain / "train/readme.txt").unlink()
+    with pytest.raises(FileNotFoundError):
+        folder[item]
+    os.utime(plain / "train.tar", ns=(0, 0))
+    with pytest.raises(OSError, match="the tar has changed since it was listed"):
+        archive[item]
+
+
 def test_a_path_outside_the_namespace_is_read_directly(session, tmp_path):
     (tmp_path / "a.bin").write_bytes(b"content")
     with pytest.warns(RuntimeWarning, match="it is not below /dayfly"):
@@ -202,7 +228,13 @@ def test_what_cannot_be_read_without_a_session_is_named(plain):
     with tarfile.open(plain / "cut.tar", "w") as archive:
         archive.add(plain / "train", ".")
     os.truncate(plain / "cut.tar", 100_000)
+    bad = bytearray((plain / "train.tar").read_bytes())
+    bad[tarfile.open(plain / "train.tar").getmembers()[5].offset] ^= 1
+    (plain / "bad.tar").write_bytes(bad)
+    subprocess.check_call(["tar", "-C", plain, "-g", plain / "snapshot", "-cf", plain / "incremental.tar", "train"])
     for name, message in [
+        ("bad.tar", "is damaged at byte"),
+        ("incremental.tar", "members of an incremental backup, which are read in a session only"),
         ("train.tar.gz", "neither a folder nor a plain tar .*start one with dayfly.session"),
         ("notes.txt", "neither a folder nor a plain tar"),
         ("empty", "neither a folder nor a plain tar"),

@@ -6,6 +6,7 @@ are "on this node".
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import posixpath
@@ -21,6 +22,10 @@ from numpy.typing import NDArray
 
 from . import Dataset, Error, Session, attach
 from .sharing import PLAIN_ORDER, Ids, permuted
+
+
+_INCREMENTAL = b"D"
+"""The type of a directory in a tar of `tar -g`. Python misreads the names of members of such tars."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,8 @@ class PlainDataset:
         for file in sorted(found, key=lambda file: file.name.split("/")):
             first_names.setdefault(file.identity, file)
         self._files = list(first_names.values())
+        self._tar = _state(root) if os.path.isfile(root) else None
+        """What changes if the tar is written to."""
         self._fingerprint: str | None = None
 
     @property
@@ -117,7 +124,9 @@ class PlainDataset:
 
     def sizes(self) -> NDArray[np.uint64]:
         """Returns the size of each sample in bytes."""
-        return np.array([file.size for file in self._files], np.uint64)
+        sizes = np.array([file.size for file in self._files], np.uint64)
+        sizes.setflags(write=False)
+        return sizes
 
     def owners(self) -> NDArray[np.uint16]:
         """Returns the node of each sample."""
@@ -139,11 +148,17 @@ class PlainDataset:
         return np.arange(len(self) if node == self.session.node else 0, dtype=np.uint32)
 
     def read_one(self, number: int) -> bytes:
-        """Reads one sample."""
+        """Reads one sample. Fails with ESTALE if it is not what was listed."""
         file = self._files[number]
         with open(file.container, "rb") as opened:
+            if self._tar is not None and _state(opened.fileno()) != self._tar:
+                raise OSError(errno.ESTALE, "the tar has changed since it was listed", self.root)
             opened.seek(file.offset)
-            return opened.read(file.size)
+            # One byte more, to see whether a file has grown.
+            data = opened.read(file.size + (self._tar is None))
+        if len(data) != file.size:
+            raise OSError(errno.ESTALE, "the file has another size than when it was listed", self.path_of(number))
+        return data
 
     def read_each(self, ids: Ids) -> list[bytes]:
         """Reads samples."""
@@ -185,8 +200,15 @@ def open_dataset(root: str, session: Session | None) -> AnyDataset:
     return PlainDataset(root)
 
 
+def _state(file: str | int) -> tuple[int, ...]:
+    entry = os.stat(file)
+    return entry.st_dev, entry.st_ino, entry.st_size, entry.st_mtime_ns
+
+
 def _files_of_folder(root: str) -> Iterator[_File]:
     """Finds the regular files. As for `dayfly stage-in`, symbolic links are no samples."""
+    # The program may change its working folder, and workers may have another one.
+    root = os.path.abspath(root)
 
     def fail(error: OSError) -> None:
         raise error
@@ -201,18 +223,25 @@ def _files_of_folder(root: str) -> Iterator[_File]:
 
 def _files_of_tar(path: str) -> Iterator[_File]:
     """Finds the regular files of a plain tar, also under the names of hard links. Of several members with one name, the last one counts."""
+    path = os.path.abspath(path)
     files: dict[str, _File | None] = {}
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
                 name = _name_in_tar(path, member.name)
-                if member.issparse():
-                    raise Error(f"'{path}' has sparse members, which are read in a session only: start one with dayfly.session()")
+                if member.issparse() or member.type == _INCREMENTAL:
+                    kind = "sparse members" if member.issparse() else "members of an incremental backup"
+                    raise Error(f"'{path}' has {kind}, which are read in a session only: start one with dayfly.session()")
                 files[name] = None
                 if member.isreg():
                     files[name] = _File(name, member.size, path, member.offset_data, (0, member.offset_data))
                 elif member.islnk() and (target := files.get(_name_in_tar(path, member.linkname))) is not None:
                     files[name] = replace(target, name=name)
+            # `tarfile` takes a damaged header for the end.
+            with open(path, "rb") as opened:
+                opened.seek(archive.offset)
+                if opened.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                    raise Error(f"'{path}' is damaged at byte {archive.offset}: this is neither a header nor the end")
     except tarfile.ReadError as error:
         raise Error(
             f"'{path}' is neither a folder nor a plain tar ({error}); "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -110,10 +109,10 @@ class Samples:
         """
         items = _chosen_items(np.asarray(chosen), self._count)
         other = copy.copy(self)
-        other._selection = subset(self.selection, items)
-        other._choice = f"{self._choice}:{hashlib.sha256(items.astype('<u4').tobytes()).hexdigest()[:16]}"
-        other._count = len(items)
-        other._targets = None
+        if len(items) < self._count:
+            other._selection = subset(self.selection, items)
+            other._choice = f":{other._selection.fingerprint()}"
+            other._count = len(items)
         return other
 
     def files(self, items: Ids) -> Ids:
@@ -167,6 +166,7 @@ class Samples:
             directory_of_file = np.asarray(self.dataset.directories()[0])
             class_of_directory = self._classes_of_directories()[1]
             self._targets = class_of_directory[directory_of_file[self.first_files()]]
+            self._targets.setflags(write=False)
         return self._targets
 
     def _classes_of_directories(self) -> tuple[list[str], NDArray[np.int64]]:
@@ -227,7 +227,11 @@ def _chosen_items(chosen: NDArray[Any], count: int) -> Ids:
         return np.zeros(0, np.uint32)
     if chosen.dtype.kind not in "iu":
         raise TypeError(f"expected a mask or numbers of items, not an array of {chosen.dtype}")
-    items = np.unique(np.where(chosen < 0, chosen + count, chosen) if chosen.dtype.kind == "i" else chosen)
+    items = np.unique(chosen)
+    if chosen.dtype.kind == "i":
+        # In 64 bits, because the number of samples may not fit into the type of the caller.
+        signed = items.astype(np.int64)
+        items = np.unique(np.where(signed < 0, signed + count, signed))
     wrong = next((int(item) for item in (items[0], items[-1]) if not 0 <= item < count), None)
     if wrong is not None:
         raise IndexError(f"there is no sample {wrong}; there are {count} samples")

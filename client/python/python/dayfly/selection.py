@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from typing import Any, Literal
 
@@ -53,6 +54,12 @@ class Selection:
             self._item_of = np.full(files, NO_ITEM, np.uint32)
             self._item_of[self.first_files] = np.arange(self.count, dtype=np.uint32)
         return self._item_of
+
+    def fingerprint(self) -> str:
+        """Returns a text that differs for other files or other items."""
+        hash = hashlib.sha256(self.files.astype("<u4").tobytes())
+        hash.update(self.starts.astype("<i8").tobytes())
+        return hash.hexdigest()[:16]
 
     def sums(self, values: NDArray[Any]) -> NDArray[Any]:
         """Returns for each item the sum of `values` over its files."""

@@ -40,6 +40,8 @@ class Dealing:
         """Differs if samples have other homes or places."""
         self._earlier: Mask | None = None
         """What was read in this epoch under other rules."""
+        self._finished: dict[str, Any] | None = None
+        """What this rank has read of the epoch before, until it begins the next one: other ranks may not have finished it."""
         self._dealt: list[Ids] | None = None
         self._read_by_all: Reading | None = None
         self._read_here: Reading | None = None
@@ -57,6 +59,12 @@ class Dealing:
         """Begins an epoch, of which nothing has been read."""
         self._begin(replace(self._deal, epoch=epoch), None, 0)
 
+    def finish(self) -> None:
+        """Begins the next epoch, because this rank has read all of its share."""
+        finished = {"epoch": self.epoch, "delivered": len(self.share()), "read_here": self._bits_read_here(len(self.share()))}
+        self.restart(self.epoch + 1)
+        self._finished = finished
+
     def size(self) -> int:
         """Returns the length of the share of this rank."""
         if self._earlier is not None:
@@ -71,36 +79,45 @@ class Dealing:
         """Returns what this rank will read in the next epoch."""
         return self._dealt_by(replace(self._deal, epoch=self.epoch + 1), None)[self.rank]
 
-    def state(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns what `load` needs to continue after what was delivered. `counts` says how much each rank has read; otherwise, it
-        is taken that all have read equally much."""
-        own, deal = self.delivered, self._deal
-        counts = [own] * deal.world if counts is None else list(counts)
-        state = {
-            "rank": self.rank,
-            "deal": asdict(deal),
-            "rules": self._rules,
-            "delivered": own if counts == [own] * deal.world else counts,
-            "earlier": _bits(self._earlier),
-            "read": None,
-            "read_here": None,
-        }
+    def state(self) -> dict[str, Any]:
+        """Returns what `load` needs to continue after what was delivered, for all ranks if they have read equally much."""
+        read = None
         # A global order can be computed again, in any session.
-        if deal.shuffle != "global" and any(counts):
-            if self._read_by_all is None or self._read_here is None:
-                everything = self._shares()
-                self._read_by_all = Reading(everything, len(self.samples))
-                self._read_here = Reading([everything[self.rank]], len(self.samples))
-            state["read"] = _bits(self._read_by_all.mask(counts))
-            if deal.world > 1:
-                state["read_here"] = _bits(self._read_here.mask([own]))
-        return state
+        if self._deal.shuffle != "global" and self.delivered > 0:
+            if self._read_by_all is None:
+                self._read_by_all = Reading(self._shares(), len(self.samples))
+            read = _bits(self._read_by_all.mask([self.delivered] * self._deal.world))
+        return {
+            "rank": self.rank,
+            "deal": asdict(self._deal),
+            "rules": self._rules,
+            "delivered": self.delivered,
+            "earlier": _bits(self._earlier),
+            "read": read,
+            "read_here": self._bits_read_here(self.delivered),
+            "finished": self._finished if self.delivered == 0 else None,
+        }
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns one state for those of all ranks."""
+        whole = _merged([_decoded(state, len(self.samples)) for state in states])
+        return {
+            "rank": self.rank,
+            "deal": asdict(whole.deal),
+            "rules": whole.rules,
+            "delivered": whole.counts,
+            "earlier": _bits(whole.earlier),
+            "read": _bits(whole.read),
+            "read_here": None,
+            "finished": None,
+        }
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Continues from the state of one rank, or from those of all ranks, which may be of another session with other ranks."""
         before = _merged([_decoded(state, len(self.samples)) for state in states])
         deal = replace(self._deal, seed=before.deal.seed, epoch=before.deal.epoch, since=before.deal.since)
-        if (deal, self._rules) == (before.deal, before.rules):
+        # Ranks that have not read equally much would not end together. The rest is dealt anew to them.
+        if (deal, self._rules) == (before.deal, before.rules) and len(set(before.counts)) == 1:
             self._begin(deal, before.earlier, before.counts[self.rank])
             return
         read = before.read
@@ -111,7 +128,15 @@ class Dealing:
 
     def _begin(self, deal: Deal, earlier: Mask | None, delivered: int) -> None:
         self._deal, self._earlier, self.delivered = deal, earlier, delivered
-        self._dealt = self._read_by_all = self._read_here = None
+        self._dealt = self._read_by_all = self._read_here = self._finished = None
+
+    def _bits_read_here(self, count: int) -> torch.Tensor | None:
+        """Describes the first samples of the share of this rank. One rank alone needs no such description."""
+        if self._deal.shuffle == "global" or self._deal.world == 1 or count == 0:
+            return None
+        if self._read_here is None:
+            self._read_here = Reading([self.share()], len(self.samples))
+        return _bits(self._read_here.mask([count]))
 
     def _shares(self) -> list[Ids]:
         if self._dealt is None:
@@ -139,13 +164,17 @@ class _State:
     """What all ranks had read since, as far as `counts` is right."""
     read_here: Mask | None
     """What this rank had read of that."""
+    finished: tuple[int, int, Mask | None] | None
+    """The epoch that this rank had just finished, how much it had read in it, and what."""
 
 
 def _merged(states: Sequence[_State]) -> _State:
     """Returns one state for those of all ranks."""
-    first = states[0]
     if len(states) == 1:
-        return first
+        return states[0]
+    epoch = min(state.deal.epoch for state in states)
+    first = next(state for state in states if state.deal.epoch == epoch)
+    states = [_before_its_end(state, first) for state in states]
     by_rank = {state.rank: state for state in states}
     if len(states) != first.deal.world or sorted(by_rank) != list(range(first.deal.world)):
         raise ValueError(f"state_dict must be of one rank, or of each of the {first.deal.world} ranks once")
@@ -157,6 +186,15 @@ def _merged(states: Sequence[_State]) -> _State:
     for state in states:
         read = union(read, state.read_here)
     return replace(first, counts=counts, read=read)
+
+
+def _before_its_end(state: _State, other: _State) -> _State:
+    """Returns the state of a rank that has just finished the epoch in which another rank is as one in that epoch."""
+    if state.finished is None or state.deal.epoch == other.deal.epoch:
+        return state
+    epoch, count, read_here = state.finished
+    counts = [count] * state.deal.world
+    return replace(state, deal=replace(state.deal, epoch=epoch), counts=counts, earlier=other.earlier, read_here=read_here)
 
 
 def _equal(one: Mask | None, other: Mask | None) -> bool:
@@ -184,7 +222,16 @@ def _decoded(value: dict[str, Any], count: int) -> _State:
     masks = {name: _mask(value, name, count) for name in ("earlier", "read", "read_here")}
     if deal.shuffle != "global" and any(counts) and masks["read"] is None:
         raise ValueError(f"state_dict does not say which samples were read, which shuffle={deal.shuffle!r} needs; it is damaged")
-    return _State(rank, deal, _entry(value, "rules", str), counts, masks["earlier"], masks["read"], masks["read_here"])
+    entries = _entry(value, "finished")
+    finished = None
+    if entries is not None:
+        if not isinstance(entries, dict):
+            raise TypeError(f"state_dict['finished'] must be of type dict or None, not {type(entries).__name__}")
+        finished = _entry(entries, "epoch", int), _entry(entries, "delivered", int), _mask(entries, "read_here", count)
+        if not 0 <= finished[1] <= count:
+            raise ValueError(f"state_dict says that a rank has read {finished[1]} samples, but there are only {count}")
+    rules = _entry(value, "rules", str)
+    return _State(rank, deal, rules, counts, masks["earlier"], masks["read"], masks["read_here"], finished)
 
 
 def _mask(value: dict[str, Any], name: str, count: int) -> Mask | None:

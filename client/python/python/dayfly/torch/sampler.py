@@ -140,7 +140,9 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def finish(self) -> None:
         """Notes that the epoch has been read to its end."""
-        self._restart(self.epoch + 1)
+        self._order.finish()
+        self._is_begun = False
+        self._start = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns a state with which another run, with any number of ranks, can go on. It has at most a few bits for each sample.
@@ -152,7 +154,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         The state of one rank is enough if all ranks have read equally many samples, as in training that
         averages gradients. Otherwise, use `gather_state`, or give `load_state_dict` the states of all ranks.
         """
-        return self._state(None)
+        self._check_batch_size()
+        return {"version": VERSION, "fingerprint": self.samples.fingerprint, **self._order.state()}
 
     def gather_state(self) -> dict[str, Any]:
         """Returns the state of all ranks, however many samples each has read. All ranks must call this at once.
@@ -163,10 +166,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         """
         if self.num_replicas == 1:
             return self.state_dict()
-        epochs, counts = zip(*gathered(self.rank, self.num_replicas, (self.epoch, self._order.delivered)))
-        if len(set(epochs)) > 1:
-            raise ValueError(f"the ranks do not read the same epoch: they read the epochs {', '.join(map(str, epochs))}")
-        return self._state(counts)
+        states = gathered(self.rank, self.num_replicas, self.state_dict())
+        return {**states[self.rank], **self._order.merged(states)}
 
     def load_state_dict(self, state_dict: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Continues after what was delivered when `state_dict` or `gather_state` was called. Takes one state, or a list with those of
@@ -190,10 +191,6 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._order.load(states)
         self._is_begun = False
         self._start = self._order.delivered
-
-    def _state(self, counts: Sequence[int] | None) -> dict[str, Any]:
-        self._check_batch_size()
-        return {"version": VERSION, "fingerprint": self.samples.fingerprint, **self._order.state(counts)}
 
     def _restart(self, epoch: int) -> None:
         self._order.restart(epoch)

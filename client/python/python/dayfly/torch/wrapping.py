@@ -44,15 +44,24 @@ class Wrapping:
         """Returns the order of the next epoch if it is certain already."""
         return None if self._following is None else self._as_items(self._following)
 
-    def state(self, counts: Sequence[int] | None = None) -> dict[str, Any]:
-        """Returns what `load` needs to continue after what was delivered. `counts` says how much each rank has read."""
+    def finish(self) -> None:
+        """Begins the next epoch."""
+        self.restart(self.epoch + 1)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what `load` needs to continue after what was delivered."""
         return {
             "sampler": type(self.sampler).__name__,
             "world": self._world,
             "rank": self._rank,
             "epoch": self.epoch,
-            "delivered": self.delivered if counts is None else list(counts),
+            "delivered": self.delivered,
         }
+
+    def merged(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Returns one state for those of all ranks, each of which goes on where it was."""
+        own = self.state()
+        return {**own, "epoch": [state["epoch"] for state in states], "delivered": [state["delivered"] for state in states]}
 
     def load(self, states: Sequence[dict[str, Any]]) -> None:
         """Continues from states of the same sampler with the same number of ranks."""
@@ -67,9 +76,11 @@ class Wrapping:
                         "only a sampler that deals the samples itself can continue with another number of ranks"
                     )
         state = next((state for state in states if state["rank"] == self._rank), states[0])
-        delivered = state["delivered"]
-        self.restart(state["epoch"])
-        self.delivered = delivered[self._rank] if isinstance(delivered, list) else delivered
+        epoch, delivered = (
+            value[self._rank] if isinstance(value, list) else value for value in (state["epoch"], state["delivered"])
+        )
+        self.restart(epoch)
+        self.delivered = delivered
 
     def _as_items(self, drawn: list[int]) -> Ids:
         items = np.array(drawn, np.int64)
