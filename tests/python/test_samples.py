@@ -34,6 +34,20 @@ def test_three_lines_train(session, under):
     assert sorted(data for batch in loader for data in batch) == sorted(under("/dayfly/train").values())
 
 
+def test_numbers_of_other_libraries_are_numbers(session):
+    samples = dayfly.Samples("/dayfly/train")
+    expected = list(Sampler(samples, shuffle="partial", q=0.5, batch_size=10, seed=3))
+    sampler = Sampler(samples, shuffle="partial", q=np.float32(0.5), batch_size=np.int64(10), seed=torch.tensor(3), rank=np.int8(0), num_replicas=np.int8(1))
+    sampler.set_epoch(np.int32(0))
+    assert list(sampler) == expected
+    assert list(Sampler(samples, sampler=[np.int64(3), torch.tensor(5)])) == [3, 5]
+    for wrong, error in [(5, TypeError), ([1.5], TypeError), ([True], TypeError), ([2**70], IndexError)]:
+        with pytest.raises(error):
+            list(Sampler(samples, sampler=wrong))
+    with pytest.raises(ValueError, match="sampler is of other samples"):
+        dayfly.torch.loader(samples, Sampler(samples.filter(range(5))))
+
+
 def test_a_loader_tells_the_sampler_its_batch_size(session):
     samples = dayfly.Samples("/dayfly/train")
     given = ranks(samples, 3, shuffle="partial", q=0.3, batch_size=20)

@@ -141,6 +141,11 @@ class Samples:
         within = os.path.relpath(self.root, self.dataset.root)
         return f"{self.dataset.fingerprint}:{within}:{self.group or ''}{self._choice}"
 
+    def has_items_of(self, other: Samples) -> bool:
+        """Returns whether item k of the other samples consists of the same files as item k of these."""
+        own, others = ((it.root, it.group, it._choice, it._count, it.dataset.root) for it in (self, other))
+        return own == others
+
     @property
     def paths(self) -> Sequence[str]:
         """The path of each item's first file. Each path is looked up when it is asked for."""

@@ -9,6 +9,8 @@ A *share* is the list of the samples of one rank, in the order in which the rank
 
 from __future__ import annotations
 
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -52,26 +54,33 @@ class Deal:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        _check_number("num_replicas", self.world, 1, RANKS_MAX)
         _check_choice("shuffle", self.shuffle, get_args(Shuffle))
         _check_choice("tail", self.tail, get_args(Tail))
-        _check_number("batch_size", self.batch, 1, 2**32 - 1)
-        _check_number("seed", self.seed, 0, 2**64 - 1)
-        _check_number("epoch", self.epoch, 0, 2**64 - 1)
-        _check_number("since", self.since, 0, 2**64 - 1)
+        for field, name, least, most in [
+            ("world", "num_replicas", 1, RANKS_MAX),
+            ("batch", "batch_size", 1, 2**32 - 1),
+            ("seed", "seed", 0, 2**64 - 1),
+            ("epoch", "epoch", 0, 2**64 - 1),
+            ("since", "since", 0, 2**64 - 1),
+        ]:
+            value = whole(name, getattr(self, field))
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be a number from {least} to {most}, not {value}")
+            object.__setattr__(self, field, value)
         if not isinstance(self.migrate, bool):
             raise TypeError(f"migrate must be True or False, not {type(self.migrate).__name__}")
-        if isinstance(self.q, bool) or not isinstance(self.q, (int, float)):
+        if isinstance(self.q, bool) or not isinstance(self.q, numbers.Real):
             raise TypeError(f"q must be a number from 0 to 1, not {type(self.q).__name__}")
+        object.__setattr__(self, "q", float(self.q))
         if not 0 <= self.q <= 1:
             raise ValueError(f"q must be a number from 0 to 1, not {self.q}")
 
 
-def _check_number(name: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+def whole(name: str, value: Any) -> int:
+    """Returns a whole number of any library as one of Python."""
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be a whole number, not {type(value).__name__}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be a number from {least} to {most}, not {value}")
+    return operator.index(value)
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

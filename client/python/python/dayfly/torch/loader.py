@@ -48,6 +48,8 @@ def loader(samples: Samples, sampler: Sampler | None = None, batch_size: int | N
         raise TypeError(
             f"sampler must be a dayfly.torch.Sampler, not {type(sampler).__name__}; wrap it: Sampler(samples, sampler=...)"
         )
+    if not sampler.samples.has_items_of(samples):
+        raise ValueError(f"sampler is of other samples: {sampler.samples!r}, not {samples!r}")
     for name in ("shuffle", "batch_sampler"):
         if arguments.pop(name, None):
             raise ValueError(f"{name} cannot be combined with a dayfly.torch.Sampler; leave it out")

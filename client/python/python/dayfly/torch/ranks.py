@@ -11,7 +11,7 @@ import torch.distributed
 
 from .. import Error, attach
 from ..plain import AnyDataset, PlainDataset
-from ..sharing import RANKS_MAX, Ids
+from ..sharing import RANKS_MAX, Ids, whole
 
 
 def rank_and_world(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
@@ -38,13 +38,12 @@ def rank_and_world(rank: int | None, num_replicas: int | None) -> tuple[int, int
                 f"the environment has {shown}, but both must be whole numbers; pass rank= and num_replicas= instead"
             ) from None
     for name, value in zip(names, (rank, num_replicas)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be a whole number, not {type(value).__name__}")
+        whole(name, value)
     if not 1 <= num_replicas <= RANKS_MAX:
         raise ValueError(f"{names[1]} must be a number from 1 to {RANKS_MAX}, not {num_replicas}")
     if not 0 <= rank < num_replicas:
         raise ValueError(f"{names[0]} must be a number from 0 to {num_replicas - 1}, not {rank}")
-    return rank, num_replicas
+    return int(rank), int(num_replicas)
 
 
 def gathered(rank: int, world: int, own: Any) -> list[Any]:

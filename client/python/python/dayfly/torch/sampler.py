@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
 import torch.utils.data
 
-from ..sharing import Deal, Ids, Shuffle, Tail
+from ..sharing import Deal, Ids, Shuffle, Tail, whole
 from .announcing import Announcer
 from .dealing import VERSION, Dealing
 from .ranks import gathered, rank_and_world
@@ -74,6 +74,8 @@ class Sampler(torch.utils.data.Sampler[int]):
         self._announcer = Announcer(samples.dataset)
         self._order: Dealing | Wrapping
         if sampler is not None:
+            if not isinstance(sampler, Iterable) or not isinstance(sampler, Sized):
+                raise TypeError(f"sampler must have a length and yield numbers of items, which {type(sampler).__name__} does not")
             if (shuffle, q, migrate, nodes) != ("global", 0.0, False, None):
                 raise ValueError("shuffle, q, migrate and nodes have no effect together with sampler=; leave them out")
             self._order = Wrapping(samples, sampler, rank, world)
@@ -104,8 +106,7 @@ class Sampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next iteration read this epoch, from where `load_state_dict` left off or from its beginning."""
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise TypeError(f"epoch must be a whole number, not {type(epoch).__name__}")
+        epoch = whole("epoch", epoch)
         if epoch < 0:
             raise ValueError(f"epoch must not be negative, but is {epoch}")
         if self._is_begun or epoch != self.epoch:

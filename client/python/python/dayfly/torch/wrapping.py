@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch.utils.data
 
-from ..sharing import Ids
+from ..sharing import Ids, whole
 from .drawing import foresee, is_known
 from ..samples import Samples
 
@@ -83,8 +83,8 @@ class Wrapping:
         self.delivered = delivered
 
     def _as_items(self, drawn: list[int]) -> Ids:
-        items = np.array(drawn, np.int64)
-        if len(items) and not (0 <= items.min() and items.max() < len(self.samples)):
-            wrong = next(item for item in drawn if not 0 <= item < len(self.samples))
+        items = [whole("each item that the sampler draws", item) for item in drawn]
+        wrong = next((item for item in items if not 0 <= item < len(self.samples)), None)
+        if wrong is not None:
             raise IndexError(f"the sampler drew {wrong}, but there are only {len(self.samples)} samples")
-        return items.astype(np.uint32)
+        return np.array(items, np.uint32)
