@@ -246,8 +246,8 @@ print(re.search(r"#(\d+) \(deleted\)", place)[1])
 "##;
 
 /// SEMANTICS: "All processes of a node share the copy of a file of more than 64 MiB, whether they read it as standard input or run it,
-/// unless the file's owner may not read it. Nobody may write to it. If root does so all the same, by way of /proc, no further process
-/// gets this copy."
+/// unless the file's owner may not read it."
+/// SEMANTICS: "Nobody may write to the shared copy. If root does so all the same, by way of /proc, no further process gets it."
 /// SEMANTICS: "The mode of a copy that processes share allows no writing."
 /// SEMANTICS: "The copies that processes share count as used room; status and df show how much they take, as mapped."
 #[test]

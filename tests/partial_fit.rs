@@ -156,7 +156,8 @@ fn the_share_that_is_stored_is_told_before_and_after() {
     cluster.down();
 }
 
-/// SEMANTICS: "With `--require-fit`, `stage-in` fails before it reads if not everything fits."
+/// SEMANTICS: "With `--require-fit`, `stage-in` fails before it reads if not everything fits. If all nodes together have room, but large
+/// samples do not fit onto single nodes, it fails when it comes to such a sample."
 /// SEMANTICS: "Samples in compressed tars, and in archives within archives, must fit. A stage-in that finds no room for them fails,
 /// and nothing of it is visible."
 /// SEMANTICS: "If compressed tars tell their unpacked size (gzip up to 4 GiB, zstd, xz and lz4, if their writers stated it), a stage-in
@@ -186,6 +187,12 @@ fn what_must_be_stored_and_does_not_fit_is_refused() {
         for words in [words, "--capacity", "free (node 0: ", "samples of compressed tars"] {
             assert!(message.contains(words), "{words}: {message}");
         }
+    }
+    // Together, the nodes have room for these files, but each has room for one of them.
+    make_files(&cluster.at("large"), &[7_000_000; 3]);
+    let message = cluster.fails(1, &["stage-in", "--require-fit", "large", "/dayfly/d"]);
+    for words in ["no node has room left for", "must fit onto one node; without --require-fit"] {
+        assert!(message.contains(words), "{words}: {message}");
     }
     assert_eq!(cluster.ok(&["ls"]), "");
     wait_until("the space is free again", || cluster.used_bytes() == 0);

@@ -65,10 +65,10 @@ pub(crate) enum CoordinatorError {
     NoCatalogRoom { needed: u64, node: usize, free: u64 },
     /// A node found no room on any node. `free` is from the start of the stage-in.
     #[error(
-        "{cause}; {} were stored, and all nodes together had {} free ({}); {UNPACK}{MORE_ROOM}",
-        show_bytes(*stored), show_bytes(free.iter().sum()), by_node(free)
+        "{cause}; {} were stored, and all nodes together had {} free ({}); {}{MORE_ROOM}",
+        show_bytes(*stored), show_bytes(free.iter().sum()), by_node(free), if *is_required { REQUIRED } else { UNPACK }
     )]
-    NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64> },
+    NoRoomLeft { cause: Arc<CoordinatorError>, stored: u64, free: Vec<u64>, is_required: bool },
     #[error(
         "node {coordinator}, which coordinates stage-ins, has not reached node {node} for {seconds} s, and the node is not declared \
          lost: {cause}; check the network between the two nodes"
@@ -143,6 +143,9 @@ const UNPACK: &str = "samples of compressed tars and of archives within archives
                       directories can be left where they are; ";
 /// What else to do if the samples that do not fit can be left on the parallel file system.
 const LEAVE: &str = "without --require-fit, a part is stored and the rest is read from the sources; or ";
+/// What else to do if all samples were to be stored. All nodes together may have room for them, and none of them for a large one.
+const REQUIRED: &str = "each block of a sample must fit onto one node; without --require-fit, samples of plain tars, zips and \
+                        directories that do not fit are read from these; or ";
 /// The most nodes whose free bytes a message shows.
 const NODES_SHOWN_MAX: usize = 8;
 
@@ -222,10 +225,11 @@ impl CoordinatorError {
         }
     }
 
-    /// Adds amounts to an error of nodes that are full: what was stored, and what was free on each node at the start.
-    pub(super) fn with_amounts(self, stored: u64, free: &[u64]) -> Self {
+    /// Adds amounts to an error of nodes that are full: what was stored, and what was free on each node at the start. `is_required`
+    /// says whether the user wanted all samples to be stored.
+    pub(super) fn with_amounts(self, stored: u64, free: &[u64], is_required: bool) -> Self {
         match self.is_for_room() {
-            true => Self::NoRoomLeft { cause: self.share(), stored, free: free.to_vec() },
+            true => Self::NoRoomLeft { cause: self.share(), stored, free: free.to_vec(), is_required },
             false => self,
         }
     }

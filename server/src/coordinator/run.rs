@@ -202,7 +202,7 @@ async fn run_to_end(
                 publication.abort().await;
             }
             let stored = stage_in.progress().bytes;
-            let error = error.with_amounts(stored, &publication.free).share();
+            let error = error.with_amounts(stored, &publication.free, request.require_fit).share();
             stage_in.fail(CoordinatorError::Shared(error.clone()));
             Err(CoordinatorError::Shared(error))
         }
