@@ -225,7 +225,7 @@ def test_a_damaged_or_foreign_state_is_refused(session):
         ([state, None], TypeError, "state_dict must be a dictionary, or a list"),
         ([state, state], ValueError, "must be of one rank, or of each of the 1 ranks once"),
         ({}, ValueError, "has version None"),
-        ({**state, "fingerprint": "other"}, ValueError, "is of a dataset with other names or contents"),
+        ({**state, "fingerprint": "other"}, ValueError, "is of other samples than those of"),
         ({**state, "deal": None}, TypeError, "must be of type dict, not NoneType"),
         ({**state, "delivered": -1}, ValueError, "a rank has read -1 samples"),
         ({**state, "delivered": [602]}, ValueError, "a rank has read 602 samples"),

@@ -103,6 +103,8 @@ def test_parts_of_groups(session):
         ([0.5], TypeError, "expected a mask or numbers of items, not an array of float64"),
         (["a"], TypeError, "expected a mask or numbers of items"),
         ([[1], [2]], ValueError, "in one dimension, not in 2"),
+        ({1, 2}, TypeError, "expected an array or a list of truth values"),
+        ((k for k in range(3)), TypeError, "expected an array or a list of truth values"),
     ],
 )
 def test_what_chooses_no_items_is_refused(session, chosen, error, message):
@@ -123,7 +125,7 @@ def test_ranks_share_a_part_and_resume_it(session, shuffle):
     for sampler in resumed:
         sampler.load_state_dict(begun[0].state_dict())
     assert sorted(itertools.chain(*read, *resumed)) == list(range(len(part)))
-    with pytest.raises(ValueError, match="a dataset with other names or contents"):
+    with pytest.raises(ValueError, match="is of other samples than"):
         ranks(samples, 1, shuffle=shuffle, **more)[0].load_state_dict(begun[0].state_dict())
 
 
@@ -188,7 +190,7 @@ def test_epochs_of_a_folder_repeat_and_resume(plain):
         state = loader.state_dict()
     # The tar has the same files.
     resumed = Sampler(quietly(str(plain / "train.tar")), seed=3)
-    with pytest.raises(ValueError, match="other names or contents"):
+    with pytest.raises(ValueError, match="is of other samples than"):
         Sampler(quietly(str(plain / "train/ant")), seed=3).load_state_dict(state)
     resumed.load_state_dict(state)
     assert list(resumed) == whole[0][state["delivered"] :]
@@ -214,6 +216,10 @@ def test_files_that_change_are_errors(plain, monkeypatch):
             folder[item]
         assert (failure.value.errno, failure.value.filename) == (errno.ESTALE, "train/readme.txt")
     (plain / "train/readme.txt").unlink()
+    os.mkfifo(plain / "train/readme.txt")
+    with pytest.raises(OSError, match="another size"):
+        folder[item]
+    (plain / "train/readme.txt").unlink()
     with pytest.raises(FileNotFoundError):
         folder[item]
     os.utime(plain / "train.tar", ns=(0, 0))
@@ -230,8 +236,8 @@ def test_a_path_outside_the_namespace_is_read_directly(session, tmp_path):
 
 
 def test_what_cannot_be_read_without_a_session_is_named(plain):
-    with pytest.raises(dayfly.Error, match="session"):
-        dayfly.Samples("/dayfly/train")
+    with pytest.raises(dayfly.Error, match="'/dayfly/train' does not exist here, and there is no session to read it from"):
+        dayfly.Samples(b"/dayfly/train")
     packed = plain / "train.tar.gz"
     with tarfile.open(packed, "w:gz") as archive:
         archive.add(plain / "train", ".")

@@ -150,10 +150,11 @@ class PlainDataset:
     def read_one(self, number: int) -> bytes:
         """Reads one sample. Fails with ESTALE if it is not what was listed."""
         file = self._files[number]
-        with open(file.container, "rb") as opened:
+        with open(file.container, "rb", opener=_open_at_once) as opened:
             if self._tar is not None and _state(opened.fileno()) != self._tar:
                 raise OSError(errno.ESTALE, "the tar has changed since it was listed", self.root)
-            opened.seek(file.offset)
+            if self._tar is not None:
+                opened.seek(file.offset)
             # One byte more, to see whether a file has grown.
             data = opened.read(file.size + (self._tar is None))
         if len(data) != file.size:
@@ -189,7 +190,7 @@ def open_dataset(root: str, session: Session | None) -> AnyDataset:
         session = attach()
     except Error as error:
         if not os.path.exists(root):
-            raise
+            raise Error(f"'{root}' does not exist here, and there is no session to read it from: {error}") from error
         reason = str(error)
     else:
         prefix = session.prefix.rstrip("/")
@@ -198,6 +199,11 @@ def open_dataset(root: str, session: Session | None) -> AnyDataset:
         reason = f"it is not below {prefix}"
     warnings.warn(f"'{root}' is read directly, and not through Dayfly: {reason}", RuntimeWarning, stacklevel=3)
     return PlainDataset(root)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # What has become a FIFO must not make the program wait for a writer.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _state(file: str | int) -> tuple[int, ...]:

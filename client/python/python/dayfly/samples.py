@@ -41,7 +41,7 @@ class Samples:
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: str | bytes | os.PathLike[str] | os.PathLike[bytes],
         transform: Callable[[Any], Any] | None = None,
         *,
         labeled: bool = False,
@@ -57,7 +57,7 @@ class Samples:
                 raise TypeError(f"{name} must be a function or None, not {type(function).__name__}")
         if target_transform is not None and not labeled:
             raise ValueError("target_transform has no effect without labeled=True")
-        self.root = os.path.normpath(os.fspath(path))
+        self.root = os.path.normpath(os.fsdecode(path))
         self.transform = transform
         self.target_transform = target_transform
         self.labeled = labeled
@@ -222,6 +222,8 @@ class Samples:
 
 def _chosen_items(chosen: NDArray[Any], count: int) -> Ids:
     """Returns the sorted numbers of the items that a caller has chosen."""
+    if chosen.dtype == object:
+        raise TypeError("expected an array or a list of truth values or of numbers of items")
     if chosen.ndim != 1:
         raise ValueError(f"expected a mask or numbers of items in one dimension, not in {chosen.ndim}")
     if chosen.dtype == bool:

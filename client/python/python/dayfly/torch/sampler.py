@@ -187,7 +187,10 @@ class Sampler(torch.utils.data.Sampler[int]):
                     f"state_dict has version {state.get('version')!r}, but this version of Dayfly reads version {VERSION}"
                 )
             if state.get("fingerprint") != self.samples.fingerprint:
-                raise ValueError(f"state_dict is of a dataset with other names or contents than '{self.samples.root}'")
+                raise ValueError(
+                    f"state_dict is of other samples than those of '{self.samples.root}': names, contents, groups or what filter has left "
+                    "differ, or one of both was read without a session"
+                )
         self._check_batch_size()
         self._order.load(states)
         self._is_begun = False
