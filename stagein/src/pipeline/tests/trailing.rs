@@ -79,6 +79,9 @@ fn bytes_after_a_stream_that_ends_within_the_tar_are_damage() {
 }
 
 /// lz4 and zstd files may have frames that decoders skip, anywhere, and files of `lz4 -l` are lz4 files, too.
+///
+/// SEMANTICS: "An lz4 file consists of frames, or of one frame of `lz4 -l`. Of frames that follow one of `lz4 -l`, the error says that the
+/// file is damaged."
 #[test]
 fn frames_to_skip_are_skipped() {
     let folder = tempfile::tempdir().unwrap();
@@ -90,7 +93,7 @@ fn frames_to_skip_are_skipped() {
            s() { printf '\\x50\\x2a\\x4d\\x18\\x04\\0\\0\\0abcd'; }; e() { printf '\\x5f\\x2a\\x4d\\x18\\0\\0\\0\\0'; }
            for p in lz4 zstd; do (s; $p -qc 1; e; s; $p -qc 2; s; e) > a.tar.$p; (e; $p -qc a.tar; e) > b.tar.$p; ($p -qc a.tar; s | head -c 10) > cut.tar.$p
            (printf '\\x53\\x2a\\x4d\\x18\\x88\\x13\\0\\0'; head -c 5000 /dev/urandom; s; $p -qc a.tar) > long.tar.$p; done
-           lz4 -l -qc a.tar > legacy.tar.lz4; zstd -qc a.tar > legacy.tar.zstd");
+           (lz4 -l -qc 1; lz4 -qc 2) > joined.tar.lz4; lz4 -l -qc a.tar > legacy.tar.lz4; zstd -qc a.tar > legacy.tar.zstd");
     for packer in ["lz4", "zstd"] {
         let at = |name: &str| folder.path().join(format!("{name}.tar.{packer}"));
         for name in ["a", "b", "long", "legacy"] {
@@ -103,4 +106,6 @@ fn frames_to_skip_are_skipped() {
         let trailed = staged.map(|staged| (staged.tree().len(), staged.counts.trailed_streams)).ok();
         assert_eq!(trailed, (packer == "lz4").then_some((1, 1)), "{packer}");
     }
+    let error = run_simply(&[&folder.path().join("joined.tar.lz4")], &Selection::default()).err().unwrap();
+    assert!(matches!(error, StageInError::Damaged { .. }), "{error}");
 }
