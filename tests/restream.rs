@@ -353,6 +353,66 @@ fn no_node_waits_forever_for_a_new_server_on_a_full_drive_or_asks_it_without_a_p
     drop(drive);
 }
 
+/// The lengths of samples of which few are large: 26 MB in 100 samples.
+fn len_of_few_large(number: usize) -> usize {
+    match number {
+        _ if number.is_multiple_of(20) => 3_000_000,
+        _ if number.is_multiple_of(5) => 600_000,
+        _ => 20_000,
+    }
+}
+
+/// Starts a session of two nodes that have room for three quarters of these samples each, and stages them in.
+fn session_of_few_large(more: &[&str]) -> Cluster {
+    let ground = Ground::new();
+    fs::create_dir(ground.at("tree")).unwrap();
+    let write = |number| fs::write(ground.at("tree").join(number.to_string()), content(number, len_of_few_large(number)));
+    (0..100).for_each(|number| write(number).unwrap());
+    pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
+    let options = ["--deadlines-divisor", "10", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
+    let cluster = ground.up_rejoining(2, &[&options[..], more].concat());
+    cluster.stage(&[&cluster.at("d.tar.gz")], "/dayfly/d");
+    cluster
+}
+
+fn wait_until_taken_over(cluster: &Cluster, node: u16) {
+    wait_until("the node has taken over what fits", || {
+        let recovery = &status(cluster, node)["nodes"][usize::from(node)]["recovery"];
+        recovery["is_scanned"] == true && recovery["wanted"] == recovery["recovered"]
+    });
+}
+
+/// Returns whether a node has all samples that it owns.
+fn has_own(cluster: &Cluster, node: u16) -> bool {
+    let dataset = dataset(&cluster.view(node));
+    let is_own = |block: &u32| dataset.catalog().owner(BlockId(*block)) == Some(NodeId(node));
+    (0..dataset.catalog().header().blocks).filter(is_own).all(|block| dataset.is_here(BlockId(block)))
+}
+
+fn rejoin(cluster: &Cluster, asked: u16) {
+    let rejoined = output_of(cluster.dayfly().arg("rejoin").env("DAYFLY_NODE", asked.to_string()));
+    assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+}
+
+/// A new server that has not got all of its own samples back, when another node is lost, has too little room for all samples of both.
+///
+/// SEMANTICS: "They do not make way for those of a node that is lost later, and cached blocks of live nodes make way for them."
+#[test]
+fn a_new_server_gets_back_what_it_owns_although_another_node_is_lost_meanwhile() {
+    // At this rate, its own samples take seconds.
+    let cluster = session_of_few_large(&["--recovery-rate", "4194304"]);
+    for (first, second) in [(0, 1), (1, 0)] {
+        lose(&cluster, first, second);
+        rejoin(&cluster, second);
+        lose(&cluster, second, first);
+        wait_until_taken_over(&cluster, first);
+        assert!(has_own(&cluster, first), "its own samples have no room");
+        rejoin(&cluster, first);
+        (0..2).for_each(|node| wait_until("each has its own again", || has_own(&cluster, node)));
+    }
+    cluster.down();
+}
+
 /// A new server holds its own samples among the cached blocks. Where few samples are large, the plan of the cache has too little or too
 /// much room for the others.
 ///
@@ -361,19 +421,8 @@ fn no_node_waits_forever_for_a_new_server_on_a_full_drive_or_asks_it_without_a_p
 /// has taken the place of the lost one."
 #[test]
 fn new_servers_get_back_what_they_own_although_their_drives_are_full_of_cached_blocks() {
-    let len = |number: usize| match number {
-        _ if number.is_multiple_of(20) => 3_000_000,
-        _ if number.is_multiple_of(5) => 600_000,
-        _ => 20_000,
-    };
-    let ground = Ground::new();
-    fs::create_dir(ground.at("tree")).unwrap();
-    (0..100).for_each(|number| fs::write(ground.at("tree").join(number.to_string()), content(number, len(number))).unwrap());
-    pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
-    // All samples are 26 MB.
-    let options = ["--deadlines-divisor", "10", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
-    let cluster = ground.up_rejoining(2, &options);
-    cluster.stage(&[&cluster.at("d.tar.gz")], "/dayfly/d");
+    let cluster = session_of_few_large(&[]);
+    let len = len_of_few_large;
     let errors = |node| -> Vec<String> {
         let view = cluster.view(node);
         let error_of = |number: usize| {
@@ -395,19 +444,12 @@ fn new_servers_get_back_what_they_own_although_their_drives_are_full_of_cached_b
             (0..2).for_each(read_all);
         }
         lose(&cluster, killed, other);
-        wait_until("the other node has taken over what fits", || {
-            let recovery = &status(&cluster, other)["nodes"][usize::from(other)]["recovery"];
-            recovery["is_scanned"] == true && recovery["wanted"] == recovery["recovered"]
-        });
+        wait_until_taken_over(&cluster, other);
         let errors = errors(other);
         assert!(errors.iter().all(|error| error.contains("no room to keep")), "{errors:?}");
         failed += errors.len();
-        let dataset = dataset(&cluster.view(other));
-        let is_own = |block: &u32| dataset.catalog().owner(BlockId(*block)) == Some(NodeId(other));
-        let mut own = (0..dataset.catalog().header().blocks).filter(is_own);
-        assert!(own.all(|block| dataset.is_here(BlockId(block))), "its own samples have made way");
-        let rejoined = output_of(cluster.dayfly().arg("rejoin").env("DAYFLY_NODE", other.to_string()));
-        assert!(rejoined.status.success(), "{}", harness::text(&rejoined.stderr));
+        assert!(has_own(&cluster, other), "its own samples have made way");
+        rejoin(&cluster, other);
     }
     (0..2).for_each(read_all);
     assert!(failed > 0, "there was room for all");

@@ -41,7 +41,7 @@ use crate::blocking::Blocking;
 use crate::fetch::Fetcher;
 use crate::peers::Peers;
 use crate::room::Room;
-use crate::store::{BlockPosition, Dataset, Store, Window, room_for};
+use crate::store::{BlockPosition, Dataset, Store, Window};
 use pace::Pace;
 use scan::{LeftOut, left_out, window};
 
@@ -380,13 +380,12 @@ impl Recovery {
         batch
     }
 
-    /// Makes room for blocks that this node is to hold, as far as cached blocks that it does not hold take it.
-    async fn make_room_for(&self, dataset: &Dataset, blocks: &[BlockId]) {
-        let rooms = blocks.iter().map(|&block| dataset.catalog().block(block).map_or(0, |(_, len)| room_for(len)));
-        let (sum, longest) = rooms.fold((0, 0), |(sum, longest), room| (sum + room, room.max(longest)));
-        if let Err(error) = self.room.make_room_for_held(sum, longest).await {
+    /// Makes room for blocks that this node is to hold, and keeps those of them that the plan then still has room for.
+    async fn make_room_for(&self, dataset: &Arc<Dataset>, blocks: &mut Vec<BlockId>) {
+        if let Err(error) = self.room.make_room_for_held(dataset, blocks).await {
             tracing::warn!(dataset = dataset.id().0, %error, "cannot make room for blocks of lost nodes");
         }
+        blocks.retain(|&block| dataset.is_selected(block));
     }
 
     /// Recovers a batch. Returns `false` if there is no room for more.
@@ -400,7 +399,7 @@ impl Recovery {
         // Readers may have brought some of these blocks, and the plan may have changed.
         let is_here = |block: &BlockId| dataset.is_local(*block);
         let (here, absent): (Vec<BlockId>, Vec<BlockId>) = batch.iter().copied().partition(is_here);
-        let absent: Vec<BlockId> = absent.into_iter().filter(|&block| dataset.is_selected(block)).collect();
+        let mut absent: Vec<BlockId> = absent.into_iter().filter(|&block| dataset.is_selected(block)).collect();
         let len = |block: &BlockId| dataset.catalog().block(*block).map_or(0, |(_, len)| len);
         let total = |blocks: &[BlockId]| Reads { count: blocks.len() as u64, bytes: blocks.iter().map(len).sum() };
         self.progress.read.recovered.add(total(&here));
@@ -409,7 +408,10 @@ impl Recovery {
         }
         pace.pass(total(&absent).bytes).await;
         self.fetcher.let_readers_go_first().await;
-        self.make_room_for(dataset, &absent).await;
+        self.make_room_for(dataset, &mut absent).await;
+        if absent.is_empty() {
+            return !dataset.is_gone();
+        }
         let outcome = self.fetcher.recover(dataset, &absent).await;
         self.progress.read.recovered.add(total(&outcome.recovered));
         self.progress.read.failed.add(total(&outcome.failed));

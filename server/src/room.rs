@@ -17,7 +17,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{DatasetId, NodeId};
+use dayfly_meta::id::{BlockId, DatasetId, NodeId};
 use dayfly_meta::limits::SHARED_COPY_LOOK_INTERVAL;
 use dayfly_meta::wire::peer::{Rejection, RejectionKind};
 use dayfly_meta::wire::status::{CACHE_ALL_ROOM, Policy};
@@ -28,7 +28,7 @@ use crate::blocking::{Blocking, JobLost};
 use crate::peers::Peers;
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
-use crate::store::{CacheShares, Dataset, Store, lowered_threshold};
+use crate::store::{CacheShares, Dataset, Store, lowered_threshold, room_for};
 
 /// How often to check whether processes still have views.
 const LOOK_INTERVAL: Duration = Duration::from_millis(2);
@@ -182,19 +182,33 @@ impl Room {
         }
     }
 
-    /// Evicts cached blocks that this node does not hold, until the drives have room for `bytes` of blocks that it holds, of which the
-    /// longest has `longest` bytes, or until there are no others. The plan only estimates how many bytes it selects, so others may have
-    /// taken the room.
-    pub(crate) async fn make_room_for_held(self: &Arc<Self>, bytes: u64, longest: u64) -> Result<(), RoomError> {
+    /// Evicts cached blocks that this node does not hold, until the drives have room for blocks that it is to hold, or until there are no
+    /// others. For blocks that a new server owns, those make way, too, that it holds in place of lost nodes; then the plan selects fewer
+    /// of them. The plan only estimates how many bytes it selects, so others may have taken the room.
+    pub(crate) async fn make_room_for_held(
+        self: &Arc<Self>,
+        dataset: &Arc<Dataset>,
+        blocks: &[BlockId],
+    ) -> Result<(), RoomError> {
         let _alone = self.planning.lock().await;
         if self.processes.have_views(self.store.counters()) && self.on_drives(Self::has_withdrawn).await? {
             // An earlier call has waited for these processes in vain.
             return Ok(());
         }
-        let mut wanted = bytes;
+        let has_own = blocks.iter().any(|&block| dataset.is_own_again(block));
+        let blocks: Arc<[BlockId]> = blocks.into();
+        let mut wanted = 0;
         loop {
-            let is_enough = move |room: &Self| room.store.has_room_for_all(bytes) && room.store.has_room(longest);
-            if self.on_drives(is_enough).await? || !self.on_drives(move |room| room.withdraw_others(wanted)).await? {
+            let (dataset, blocks) = (dataset.clone(), blocks.clone());
+            let needed = move |room: &Self| {
+                let is_wanted = |block: &&BlockId| dataset.is_selected(**block) && !dataset.is_local(**block);
+                let lens = blocks.iter().filter(is_wanted).filter_map(|&block| Some(room_for(dataset.catalog().block(block)?.1)));
+                let (bytes, longest) = lens.fold((0, 0), |(sum, longest), room| (sum + room, room.max(longest)));
+                (!room.store.has_room_for_all(bytes) || !room.store.has_room(longest)).then_some(bytes)
+            };
+            let Some(bytes) = self.on_drives(needed).await? else { return Ok(()) };
+            wanted = bytes.max(wanted);
+            if !self.on_drives(move |room| room.withdraw_others(wanted, has_own)).await? {
                 return Ok(());
             }
             if self.free_withdrawn().await?.is_none() {
@@ -376,18 +390,22 @@ impl Room {
         !cached.is_empty()
     }
 
-    /// Withdraws about `bytes` of cached blocks that this node does not hold. Returns `false` if none are cached.
-    fn withdraw_others(&self, bytes: u64) -> bool {
+    /// Withdraws about `bytes` of cached blocks that this node does not hold. If there are none and `for_own` is set, withdraws those that
+    /// it holds in place of lost nodes. Returns `false` if none are cached.
+    fn withdraw_others(&self, bytes: u64, for_own: bool) -> bool {
         let evictable = self.store.evictable_room();
-        let mut is_any = false;
-        for dataset in self.store.datasets() {
-            let (threshold, lowest) = (dataset.cached_blocks().threshold(), dataset.threshold_of_held());
-            if threshold > lowest {
-                dataset.lower_cache_threshold(lowered_threshold(threshold, bytes, evictable).max(lowest));
-                is_any = true;
+        let lower = |lowest: fn(&Dataset) -> u64| {
+            let mut is_any = false;
+            for dataset in self.store.datasets() {
+                let (threshold, lowest) = (dataset.cached_blocks().threshold(), lowest(&dataset));
+                if threshold > lowest {
+                    dataset.lower_cache_threshold(lowered_threshold(threshold, bytes, evictable).max(lowest));
+                    is_any = true;
+                }
             }
-        }
-        is_any
+            is_any
+        };
+        lower(Dataset::threshold_of_held) || for_own && lower(Dataset::threshold_of_own)
     }
 
     /// Frees all withdrawn blocks once no process has views of them. Returns the bytes freed, or `None` if a process keeps

@@ -143,6 +143,23 @@ def test_migration_moves_samples_for_good():
     assert remote[1] == pytest.approx(0.15, abs=0.02) and 0.55 < remote[11] < 0.75
 
 
+@pytest.mark.parametrize("shuffle", SHUFFLES)
+@pytest.mark.parametrize("world", range(1, 8))
+def test_an_epoch_goes_on_from_each_of_its_steps_with_any_number_of_ranks(shuffle, world):
+    count, rng = 61, random.Random(world)
+    deal, order, homes, places = some_case(rng, count, world, shuffle, "exact")
+    dealt = shares(deal, order, homes, places)
+    reading = Reading(dealt, count)
+    for step in range(max(map(len, dealt)) + 1):
+        left = rest(order, reading.mask([min(step, len(share)) for share in dealt]))
+        for others in range(1, 8):
+            other, _, homes, places = some_case(rng, count, others, None, "exact")
+            again = shares(other, left, homes, places)
+            lengths = [len(share) for share in again]
+            assert max(lengths) - min(lengths) <= 1
+            assert sorted(np.concatenate([share[:step] for share in dealt] + again)) == list(range(count))
+
+
 @pytest.mark.parametrize("seed", range(ROUNDS))
 def test_an_epoch_that_is_interrupted_many_times_reads_each_sample_once(seed):
     rng = random.Random(1000 + seed)

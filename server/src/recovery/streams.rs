@@ -183,8 +183,8 @@ impl Recovery {
             let plan = dataset.cached_blocks().plan();
             // Readers may have brought some of these blocks, and the plan may have changed.
             let is_absent = |block: &BlockId| !dataset.is_local(*block) && dataset.is_selected(*block);
-            let absent: Vec<BlockId> = batch.iter().copied().filter(is_absent).collect();
-            self.make_room_for(dataset, &absent).await;
+            let mut absent: Vec<BlockId> = batch.iter().copied().filter(is_absent).collect();
+            self.make_room_for(dataset, &mut absent).await;
             let outcome = self.fetcher.recover(dataset, &absent).await;
             let recovered = total(&outcome.recovered);
             self.progress.streamed.recovered.add(recovered);
@@ -206,7 +206,7 @@ impl Recovery {
         // Until then, no plan says which blocks there is room for.
         wait_while_paused(dataset).await;
         blocks.retain(|block| !dataset.is_local(*block) && dataset.is_selected(*block));
-        self.make_room_for(dataset, &blocks).await;
+        self.make_room_for(dataset, &mut blocks).await;
         if let Kept::Part { shortest } = Kept::of(dataset, &blocks) {
             let store = self.store.clone();
             if !self.blocking.run(move || store.has_room(shortest)).await? {

@@ -275,6 +275,15 @@ impl Dataset {
         self.unstored_share().max(self.lowest_threshold())
     }
 
+    /// Returns the lowest threshold that selects all blocks that a new server owns. For any other server, that is the one for all blocks
+    /// that it holds.
+    pub(crate) fn threshold_of_own(&self) -> u64 {
+        match self.is_refilled() && self.copies() == 1 {
+            true => self.refilled_share().max(self.lowest_threshold()),
+            false => self.threshold_of_held(),
+        }
+    }
+
     /// Raises the threshold to `threshold`, so that all blocks whose rank is below it are cached. Does nothing if the present
     /// threshold is higher.
     pub(crate) fn raise_cache_threshold(&self, threshold: u64) -> io::Result<()> {

@@ -92,6 +92,11 @@ impl Dataset {
         self.is_without_blocks
     }
 
+    /// Returns whether a block comes back to a new server, which owns it and is the only one that stores it.
+    pub(crate) fn is_own_again(&self, block: BlockId) -> bool {
+        self.is_refilled() && self.copies() == 1 && self.is_mine(block)
+    }
+
     /// Takes note that the stage-in left out copies that are to be on this node, because their owner or this node was lost.
     pub(crate) fn set_lacks_copies(&self) {
         self.lacks_copies.store(true, Ordering::Relaxed);
