@@ -14,6 +14,7 @@ use dayfly_meta::id::{DatasetId, NodeId, SampleId, SessionId};
 use dayfly_meta::limits::ORDER_PART_SAMPLES;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
+use dayfly_meta::wire::status::{Reads, SOURCES};
 use nix::libc;
 
 use crate::attachment::{Attachment, Connection};
@@ -143,6 +144,12 @@ impl Session {
     pub(crate) fn attachment(&self) -> Result<Arc<Attachment>, ClientError> {
         // There is always one.
         self.attachment.load().map(|attachment| Arc::clone(&attachment)).ok_or(ClientError::Gone)
+    }
+
+    /// Returns the reads of this process so far, by [`Source`](dayfly_meta::wire::status::Source). A process that has attached to another
+    /// server since counts from zero.
+    pub fn reads(&self) -> [Reads; SOURCES] {
+        self.attachment().map_or([Reads::default(); SOURCES], |attachment| attachment.reads())
     }
 
     /// Returns whether the session has ended, at least on this node: its server has ended, and no other one has taken its place. As long

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use dayfly_meta::limits::LEASE_SHARE;
 use dayfly_meta::status_page::{Counters, StatusPage};
 use dayfly_meta::wire::local::FromServer;
-use dayfly_meta::wire::status::{Reads, Source};
+use dayfly_meta::wire::status::{Reads, SOURCES, Source};
 
 use crate::ClientError;
 use crate::arena::Arena;
@@ -186,6 +186,11 @@ impl Attachment {
 
     pub(crate) fn set_slot(&self, slot: u32) {
         self.slot.store(slot, Ordering::Relaxed);
+    }
+
+    /// Returns this process's counters.
+    pub(crate) fn reads(&self) -> [Reads; SOURCES] {
+        self.counters.of(self.slot.load(Ordering::Relaxed))
     }
 
     /// Adds reads to this process's counters.

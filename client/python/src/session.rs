@@ -9,9 +9,10 @@ use dayfly_client::locate::{self, Environment, SessionFolder};
 use dayfly_client::{ClientError, OnMissing, View, ViewError, fault};
 use dayfly_meta::id::{NodeId, SessionId};
 use dayfly_meta::path::join;
+use dayfly_meta::wire::status::SOURCES;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyString};
+use pyo3::types::{PyBytes, PyDict, PyString};
 
 use crate::dataset::Dataset;
 use crate::failure;
@@ -20,6 +21,9 @@ use crate::path::{from_python, list_from_python, to_python};
 use crate::stat::{DirEntry, Stat};
 use crate::wait::without_gil;
 use crate::{fork, memory};
+
+/// Names for where bytes were when they were read, in the order of [`Source`](dayfly_meta::wire::status::Source).
+const PLACES: [&str; SOURCES] = ["drive", "cached", "memory", "server"];
 
 /// An attachment of this process to a node's server.
 #[pyclass(frozen, module = "dayfly", weakref)]
@@ -209,6 +213,15 @@ impl Session {
             size.map_err(|error| failure::at(py, path, ViewError::Client(error)))?;
         }
         Ok(objects)
+    }
+
+    #[getter]
+    fn reads<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let named = PyDict::new(py);
+        for (name, reads) in PLACES.iter().zip(self.view.session().reads()) {
+            named.set_item(name, (reads.count, reads.bytes))?;
+        }
+        Ok(named)
     }
 
     fn datasets<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyString>>> {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Self
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import Session, View
-from .plain import AnyDataset, open_dataset
+from .plain import AnyDataset, PlainDataset, open_dataset
 from .selection import NO_ITEM, Selection, select, split_name, subset
 from .sharing import Ids
 
@@ -66,6 +67,8 @@ class Samples:
         self.dataset: AnyDataset = open_dataset(self.root, session)
         self._selection: Selection | None = None
         self._targets: NDArray[np.int64] | None = None
+        self.meter: Any = None
+        """What sums up the times of reads and transforms, see `dayfly.torch.Loader.stats`."""
         self._choice = ""
         """A text that tells apart what different calls of `filter` have left."""
         self._count = len(self.dataset) if self._whole else self.selection.count
@@ -86,12 +89,17 @@ class Samples:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Reads several items with one request for all that are not on this node."""
         numbers = [self._number(index) for index in indices]
+        counts_before, began = self._counts(), time.perf_counter()
+        items: Sequence[Item]
         if self.group is None:
-            ids = self.files(np.array(numbers, np.uint32))
-            items: Iterable[Item] = self._read(ids)
+            items = self._read(self.files(np.array(numbers, np.uint32)))
         else:
-            items = self._read_groups(numbers)
+            items = list(self._read_groups(numbers))
+        counts, read = self._counts(), time.perf_counter()
         results = [item if self.transform is None else self.transform(item) for item in items]
+        if self.meter is not None:
+            new = [after - before for after, before in zip(counts, counts_before)]
+            self.meter.add(read - began, time.perf_counter() - read, len(numbers), new)
         if not self.labeled:
             return results
         targets = map(int, self.targets[numbers])
@@ -114,6 +122,21 @@ class Samples:
             other._choice = f":{other._selection.fingerprint()}"
             other._count = len(items)
         return other
+
+    def measured_by(self, meter: Any) -> Self:
+        """Returns the same samples, whose reads and transforms add their times to `meter`."""
+        other = copy.copy(self)
+        other._selection = self._selection
+        other.meter = meter
+        return other
+
+    def _counts(self) -> list[int]:
+        """Returns how many bytes this process has read so far, by place, if that is measured."""
+        if self.meter is None:
+            return []
+        if isinstance(self.dataset, PlainDataset):
+            return [0] * 4
+        return [size for _, size in self.dataset.session.reads.values()]
 
     def files(self, items: Ids) -> Ids:
         """Returns the numbers in the dataset of all files of these items, item by item."""

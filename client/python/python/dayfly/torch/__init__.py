@@ -12,10 +12,11 @@ from ..samples import Samples as _Samples
 from .loader import Loader, loader
 from .prefetch import prefetch
 from .sampler import Sampler
+from .statistics import EpochStats
 
 
 class Samples(_Samples, torch.utils.data.Dataset[Any]):
     """`dayfly.Samples` as a dataset of PyTorch. Both work everywhere; type checkers and `samples + others` want this one."""
 
 
-__all__ = ["Loader", "Sampler", "Samples", "loader", "prefetch"]
+__all__ = ["EpochStats", "Loader", "Sampler", "Samples", "loader", "prefetch"]

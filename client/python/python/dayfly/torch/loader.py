@@ -8,6 +8,7 @@ from typing import Any
 import torch.utils.data
 
 from .sampler import Sampler
+from .statistics import EpochStats, Meter, Watch, log
 from ..samples import Samples
 
 
@@ -15,13 +16,27 @@ class Loader(torch.utils.data.DataLoader[Any]):
     """A DataLoader whose state says which samples the training loop has received. Made by `loader`."""
 
     sampler: Sampler
+    dataset: Samples
+    _last: EpochStats | None = None
+
+    _watch: Watch | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         size = self.batch_size or 1
-        for batch in super().__iter__():
+        watch = Watch(self.dataset.meter, self.sampler.epoch)
+        self._watch = watch
+        for batch in watch.batches(super().__iter__()):
             self.sampler.deliver(size)
             yield batch
         self.sampler.finish()
+        self._last = watch.stats()
+        log(self._last)
+        self._watch = None
+
+    def stats(self) -> EpochStats | None:
+        """Returns what the epoch that is being read, or else the last one, has taken; `None` before the first one. The logger `dayfly`
+        gets this as a line at the end of each epoch."""
+        return self._last if self._watch is None else self._watch.stats()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the sampler, see `Sampler.state_dict`."""
@@ -57,4 +72,5 @@ def loader(samples: Samples, sampler: Sampler | None = None, batch_size: int | N
         raise ValueError("in_order must be True, because the state counts batches in their order")
     sampler.is_counted = True
     sampler.use_batch_size(batch_size or 1)
-    return Loader(samples, batch_size=batch_size, sampler=sampler, **arguments)
+    measured = samples.measured_by(Meter(arguments.get("num_workers", 0)))
+    return Loader(measured, batch_size=batch_size, sampler=sampler, **arguments)
