@@ -366,7 +366,7 @@ fn len_of_few_large(number: usize) -> usize {
 fn session_of_few_large(more: &[&str]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
-    let write = |number| fs::write(ground.at("tree").join(number.to_string()), content(number, len_of_few_large(number)));
+    let write = |number: usize| fs::write(ground.at("tree").join(number.to_string()), content(number, len_of_few_large(number)));
     (0..100).for_each(|number| write(number).unwrap());
     pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
     let options = ["--deadlines-divisor", "10", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];

@@ -17,7 +17,7 @@ use super::archive::{Archive, FoundMember, Keys, nested_place};
 use super::{Sink, Worker};
 use crate::StageInError;
 use crate::selection::Decision;
-use crate::source::compressed::{Decoded, decoder, recognize};
+use crate::source::compressed::{Decoded, SKIPPED_LEN_MAX, decoder, needed_to_recognize, recognize};
 use crate::source::plain::Skip;
 use crate::source::tar::{BLOCK_LEN, End, TarReader, is_tar};
 use crate::source::{without_archive_ending, zip};
@@ -83,6 +83,15 @@ impl<S: Sink> Worker<S> {
         let mut start = Vec::new();
         if let Err(error) = data.take(BLOCK_LEN as u64).read_to_end(&mut start) {
             return self.skip_or_fail(archive.unreadable(0, error));
+        }
+        // Long frames to skip may come before the one that tells the compression.
+        while let Some(needed) = needed_to_recognize(&start).filter(|&needed| needed <= SKIPPED_LEN_MAX) {
+            let missing = needed.saturating_sub(start.len() as u64);
+            match data.take(missing).read_to_end(&mut start) {
+                Ok(1..) => {}
+                Ok(0) => break,
+                Err(error) => return self.skip_or_fail(archive.unreadable(0, error)),
+            }
         }
         let compression = recognize(&start);
         let within = nested_place(found.place, end.saturating_sub(found.key.offset));

@@ -26,6 +26,8 @@ const LZ4_MAGIC: &[u8] = &[4, 0x22, 0x4d, 0x18];
 const LZ4_LEGACY_MAGIC: &[u8] = &[2, 0x21, 0x4c, 0x18];
 /// How many frames that decoders skip may come before the one that tells a file's compression.
 const FRAMES_SKIPPED_MAX: usize = 64;
+/// How many bytes of an archive within an archive are kept in memory to find out its compression, if frames that decoders skip come first.
+pub(crate) const SKIPPED_LEN_MAX: u64 = 1 << 20;
 /// Memory that liblzma needs in addition to the dictionary.
 const XZ_MEMORY: u64 = 1 << 20;
 /// The largest window that zstd's library knows, as a power of 2.
@@ -69,6 +71,15 @@ pub(crate) fn recognize_file(file: &File, start: &[u8]) -> io::Result<Compressio
         head = next;
     }
     Ok(recognize(&head))
+}
+
+/// Returns how many of a stream's first bytes [`recognize`] needs, as far as `start` tells, if frames that decoders skip come first.
+pub(crate) fn needed_to_recognize(start: &[u8]) -> Option<u64> {
+    let mut end = 0_u64;
+    while let Some([0x50..=0x5f, 0x2a, 0x4d, 0x18, a, b, c, d, ..]) = usize::try_from(end).ok().and_then(|end| start.get(end..)) {
+        end += 8 + u64::from(u32::from_le_bytes([*a, *b, *c, *d]));
+    }
+    (end > 0).then_some(end + 8)
 }
 
 /// Returns the window in bytes that a decoder will need, according to the first bytes of the file. Returns 0 for formats whose
@@ -368,6 +379,10 @@ pub(crate) mod tests {
             assert_eq!(recognize(&[&skipped[..], &compress(compression, b"x")].concat()), compression);
         }
         assert_eq!(recognize(&skipped), Compression::Zstd);
+        for (start, needed) in [(&skipped[..], Some(20)), (&skipped[..8], Some(20)), (&skipped[..7], None), (b"ustar", None)] {
+            assert_eq!(needed_to_recognize(start), needed);
+        }
+        assert_eq!(needed_to_recognize(&skipped.repeat(3)), Some(44));
         for compression in [Compression::Gzip, Compression::Bzip2] {
             let packed = compress(compression, &half);
             let padded = [&packed[..], &[0; 700], &packed, &[0; 10_000]].concat();

@@ -106,6 +106,11 @@ fn frames_to_skip_are_skipped() {
         let trailed = staged.map(|staged| (staged.tree().len(), staged.counts.trailed_streams)).ok();
         assert_eq!(trailed, (packer == "lz4").then_some((1, 1)), "{packer}");
     }
+    // The same within an archive.
+    shell("mv long.tar.zstd long.tar.zst; tar -cf outer.tar a.tar.lz4 long.tar.lz4 long.tar.zst legacy.tar.lz4");
+    let staged = run_simply(&[&folder.path().join("outer.tar")], &Selection { nested: true, ..Selection::default() }).unwrap();
+    let lens: Vec<usize> = staged.tree().into_values().map(|(_, bytes)| bytes.len()).filter(|&len| len > 0).collect();
+    assert_eq!(lens, [588_895; 4]);
     let error = run_simply(&[&folder.path().join("joined.tar.lz4")], &Selection::default()).err().unwrap();
     assert!(matches!(error, StageInError::Damaged { .. }), "{error}");
 }
