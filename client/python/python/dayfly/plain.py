@@ -237,7 +237,7 @@ def _files_of_tar(path: str) -> Iterator[_File]:
                 name = _name_in_tar(path, member.name)
                 if member.issparse() or member.type == _INCREMENTAL:
                     kind = "sparse members" if member.issparse() else "members of an incremental backup"
-                    raise Error(f"'{path}' has {kind}, which are read in a session only: start one with dayfly.session()")
+                    raise Error(f"'{path}' has {kind}, which are read in a session only: start one with dayfly.session(local=1)")
                 files[name] = None
                 if member.isreg():
                     files[name] = _File(name, member.size, path, member.offset_data, (0, member.offset_data))
@@ -251,7 +251,7 @@ def _files_of_tar(path: str) -> Iterator[_File]:
     except tarfile.ReadError as error:
         raise Error(
             f"'{path}' is neither a folder nor a plain tar ({error}); "
-            "compressed tars and zips are read in a session only: start one with dayfly.session()"
+            "compressed tars and zips are read in a session only: start one with dayfly.session(local=1)"
         ) from error
     return (file for file in files.values() if file is not None)
 
