@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use dayfly_meta::id::{DatasetId, NodeId, SampleId, SessionId};
 use dayfly_meta::limits::ORDER_PART_SAMPLES;
+use dayfly_meta::status_page::Tally;
 use dayfly_meta::wire::control::{Command, Event};
 use dayfly_meta::wire::local::{FromClient, FromServer};
 use dayfly_meta::wire::status::{Reads, SOURCES};
@@ -39,6 +40,7 @@ pub struct Session {
     /// In a box, because a session is created on the stack, and a signal handler may have a small stack.
     attachment: Box<Current<Arc<Attachment>>>,
     datasets: Box<Current<DatasetList>>,
+    tally: Arc<Tally>,
 }
 
 struct DatasetList {
@@ -95,7 +97,8 @@ impl Session {
     fn attach_once(location: &SessionFolder, node: NodeId, patience: Patience) -> Result<Self, ClientError> {
         let path = location.socket(node);
         let (socket, welcome, files) = open_first(&path, patience).map_err(|error| error.of_node(node))?;
-        let attachment = Attachment::new(&path, socket, &welcome, files)?;
+        let tally = Arc::<Tally>::default();
+        let attachment = Attachment::new(&path, socket, &welcome, files, Arc::clone(&tally))?;
         let FromServer::Welcome { session, node, nodes, prefix, verify_reads, .. } = welcome else {
             return Err(ClientError::Protocol("the first answer is not a welcome"));
         };
@@ -112,6 +115,7 @@ impl Session {
             process: AtomicU32::new(std::process::id()),
             attachment: current,
             datasets: Box::new(Current::none()),
+            tally,
         })
     }
 
@@ -146,10 +150,10 @@ impl Session {
         self.attachment.load().map(|attachment| Arc::clone(&attachment)).ok_or(ClientError::Gone)
     }
 
-    /// Returns the reads of this process so far, by [`Source`](dayfly_meta::wire::status::Source). A process that has attached to another
-    /// server since counts from zero.
+    /// Returns what this process has read in the session so far, by [`Source`](dayfly_meta::wire::status::Source). A forked child goes on
+    /// from its parent's sums.
     pub fn reads(&self) -> [Reads; SOURCES] {
-        self.attachment().map_or([Reads::default(); SOURCES], |attachment| attachment.reads())
+        self.tally.sums()
     }
 
     /// Returns whether the session has ended, at least on this node: its server has ended, and no other one has taken its place. As long
@@ -244,7 +248,7 @@ impl Session {
         let _whole = cancellation::Whole::begin();
         let attach = || {
             let (socket, welcome, files) = open(&self.path, None, Patience::Short)?;
-            Attachment::new(&self.path, socket, &welcome, files)
+            Attachment::new(&self.path, socket, &welcome, files, Arc::clone(&self.tally))
         };
         // A new server may not listen yet; a later call finds it.
         let Some(new) = old.attempt(|| with_numbers(attach).ok()) else { return false };

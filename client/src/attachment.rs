@@ -12,9 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use dayfly_meta::limits::LEASE_SHARE;
-use dayfly_meta::status_page::{Counters, StatusPage};
+use dayfly_meta::status_page::{Counters, StatusPage, Tally};
 use dayfly_meta::wire::local::FromServer;
-use dayfly_meta::wire::status::{Reads, SOURCES, Source};
+use dayfly_meta::wire::status::{Reads, Source};
 
 use crate::ClientError;
 use crate::arena::Arena;
@@ -33,8 +33,9 @@ pub(crate) struct Attachment {
     server: Option<i32>,
     lock_path: PathBuf,
     counters: Counters,
-    /// This process's slot in the counters.
+    /// This process's slot in the counters. A forked child counts in its parent's until it asks the server for something.
     slot: AtomicU32,
+    tally: Arc<Tally>,
     pub(crate) arena: Arena,
     /// How much of the arena the batches of this process lease.
     leased_bytes: AtomicU64,
@@ -61,6 +62,7 @@ impl Attachment {
         mut socket: Socket,
         welcome: &FromServer,
         files: Vec<File>,
+        tally: Arc<Tally>,
     ) -> Result<Self, ClientError> {
         let &FromServer::Welcome { arena_len, slot, .. } = welcome else {
             return Err(ClientError::Protocol("the first answer is not a welcome"));
@@ -75,6 +77,7 @@ impl Attachment {
             lock_path,
             counters: Counters::map(&counters)?,
             slot: AtomicU32::new(slot),
+            tally,
             arena: Arena::map(&arena, &marks, arena_len)?,
             leased_bytes: AtomicU64::new(0),
             idle: Pool::new(),
@@ -188,14 +191,11 @@ impl Attachment {
         self.slot.store(slot, Ordering::Relaxed);
     }
 
-    /// Returns this process's counters.
-    pub(crate) fn reads(&self) -> [Reads; SOURCES] {
-        self.counters.of(self.slot.load(Ordering::Relaxed))
-    }
-
-    /// Adds reads to this process's counters.
+    /// Adds reads to this process's counters and to its session's tally.
     pub(crate) fn count(&self, source: Source, count: u64, bytes: u64) {
-        self.counters.count(self.slot.load(Ordering::Relaxed), source, Reads { count, bytes });
+        let reads = Reads { count, bytes };
+        self.counters.count(self.slot.load(Ordering::Relaxed), source, reads);
+        self.tally.count(source, reads);
     }
 
     /// Keeps the cached blocks of this node in place until the result is dropped.

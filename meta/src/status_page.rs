@@ -8,7 +8,7 @@
 
 use std::fs::File;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering, fence};
 
 use crate::limits::{CLIENTS_MAX, PAGE_SIZE};
 use crate::shared::SharedWords;
@@ -142,6 +142,32 @@ thread_local! {
     static STRIPE: usize = THREADS.fetch_add(1, Ordering::Relaxed) % STRIPES;
 }
 
+/// What one process has read. Unlike [`Counters`], this is in memory of its own, so a forked child goes on from its parent's sums.
+#[derive(Default)]
+pub struct Tally([TallyStripe; STRIPES]);
+
+/// Counts and bytes by source, in a cache line that few threads write.
+#[derive(Default)]
+#[repr(align(64))]
+struct TallyStripe([[AtomicU64; 2]; SOURCES]);
+
+impl Tally {
+    /// Adds reads of this thread.
+    pub fn count(&self, source: Source, reads: Reads) {
+        let [count, bytes] = STRIPE.with(|&stripe| &self.0[stripe].0[source as usize]);
+        count.fetch_add(reads.count, Ordering::Relaxed);
+        bytes.fetch_add(reads.bytes, Ordering::Relaxed);
+    }
+
+    /// Returns the sums, by source.
+    pub fn sums(&self) -> [Reads; SOURCES] {
+        let sum = |source: usize, word: usize| {
+            self.0.iter().fold(0, |sum: u64, stripe| sum.wrapping_add(stripe.0[source][word].load(Ordering::Relaxed)))
+        };
+        std::array::from_fn(|source| Reads { count: sum(source, 0), bytes: sum(source, 1) })
+    }
+}
+
 impl Counters {
     /// Maps the counters.
     ///
@@ -244,5 +270,18 @@ mod tests {
         assert!(!counters.has_views(last));
         assert_eq!(counters.of(last), [Reads::default(); SOURCES]);
         assert_eq!(counters.of(0)[0].count, 1);
+    }
+
+    #[test]
+    fn a_tally_sums_up_what_all_threads_read() {
+        let tally = Tally::default();
+        std::thread::scope(|scope| {
+            for _ in 0..2 * STRIPES {
+                scope.spawn(|| tally.count(Source::Cached, Reads { count: 1, bytes: 10 }));
+            }
+        });
+        let reads = Reads { count: 2 * STRIPES as u64, bytes: 20 * STRIPES as u64 };
+        let expected = std::array::from_fn(|source| if source == Source::Cached as usize { reads } else { Reads::default() });
+        assert_eq!(tally.sums(), expected);
     }
 }

@@ -120,8 +120,9 @@ class Session:
     #: Whether the session has ended.
     @property
     def is_gone(self) -> bool: ...
-    #: How many reads this process has made through this attachment, and of how many bytes, by where these were: on this node's drives
-    #: as its own ("drive") or as "cached", in its "memory", or with the "server", which got them from another node or a source.
+    #: How many reads this process has made in the session, and of how many bytes, by where these were: on this node's drives as its
+    #: own ("drive") or as "cached", in its "memory", or with the "server", which got them from another node or a source. A forked
+    #: child goes on from its parent's numbers.
     @property
     def reads(self) -> dict[str, tuple[int, int]]: ...
     def stat(self, path: Path, *, follow_symlinks: bool = True) -> Stat: ...
