@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures how much serving other nodes slows a local reader. The reader runs on one core, all servers on another.
 # Usage: bench/fairness.sh [RUNS]
-# Needs root, two cores, and dayfly and dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
+# Needs root, two cores, and dayfly and dayfly-bench (builds of the profile dist) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
 set -euo pipefail
 runs=${1:-5}
 here=$(cd "$(dirname "$0")" && pwd)

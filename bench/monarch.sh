@@ -2,7 +2,7 @@
 # Repeats Monarch's experiment (Dantas et al., CCGrid 2022) at 1/100 of its scale: 2 GiB in 2,048 TFRecord files on a slow parallel
 # file system, a local tier with room for 55 %, three epochs, and memory for a third of the data.
 # Usage: bench/monarch.sh PYTHON [FRAMEWORK...]     PYTHON has tensorflow and torch; frameworks: tensorflow pytorch
-# Needs root, /dev/fuse, and dayfly, dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
+# Needs root, /dev/fuse, and dayfly, dayfly-bench (builds of the profile dist) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
 #
 # Models are pauses of fixed length for each batch of 4 files. Reading such a batch takes the file system 21 ms; the pauses are 4, 8
 # and 32 ms for LeNet, AlexNet and ResNet-50: the first two wait for their data, the last one does not.

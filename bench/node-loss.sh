@@ -3,7 +3,7 @@
 # Usage: bench/node-loss.sh [--runs N] [--no-goals] [ROW...]
 #   rows: killed copies silent link-3 link-5 link-20 stop-8 stop-20 hang-60 cut-off power-loss ft-hvac (default: all)
 # Prints one table. The exit status is 1 if a goal was missed, unless --no-goals is given.
-# Needs root, /dev/fuse, and dayfly, dayfly-bench (release builds), e2fsprogs, iproute2, util-linux and python3 in PATH.
+# Needs root, /dev/fuse, and dayfly, dayfly-bench (builds of the profile dist), e2fsprogs, iproute2, util-linux and python3 in PATH.
 # DAYFLY_BENCH_DIR keeps the dataset, and DAYFLY_BENCH_LOG the messages of all programs.
 #
 # Each session has four servers in network namespaces on a fresh ext4, and readers on three of them, which compare every byte. The

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures shuffled epochs over a dataset of which 60 % fit, on a slow parallel file system that counts what is read from it.
 # Usage: bench/partial-fit.sh [EPOCHS]
-# Needs root, /dev/fuse, and dayfly, dayfly-bench (release builds), python3 in PATH. DAYFLY_BENCH_DIR keeps the datasets.
+# Needs root, /dev/fuse, and dayfly, dayfly-bench (builds of the profile dist), python3 in PATH. DAYFLY_BENCH_DIR keeps the datasets.
 #
 # In each epoch, side by side, in the same shuffled order:
 #   p      the parallel file system alone: the same reads of the same records, by as many threads as the servers have streams

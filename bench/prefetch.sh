@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Plots the prefetch controller on a fast link and on a 400 Mbit/s link, side by side.
 # Usage: bench/prefetch.sh > docs/prefetch.svg
-# Needs root, and dayfly and dayfly-bench (release builds) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
+# Needs root, and dayfly and dayfly-bench (builds of the profile dist) in PATH. DAYFLY_BENCH_DIR keeps the dataset.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 sets=${DAYFLY_BENCH_DIR:-$(mktemp -d)}

@@ -2,7 +2,7 @@
 # Measures the Python package. METHOD.md says how.
 # Usage: bench/python.sh PYTHON [ROW...]     rows: begin views threads told pickles photos shares accuracy pytorch tensorflow (default: all)
 # PYTHON has the package dayfly with torch and numpy; `photos` needs pillow, `accuracy` scikit-learn, and `tensorflow` TensorFlow.
-# Needs root, /dev/fuse, and dayfly, dayfly-bench (release builds) and fincore in PATH. DAYFLY_BENCH_DIR keeps the datasets,
+# Needs root, /dev/fuse, and dayfly, dayfly-bench (builds of the profile dist) and fincore in PATH. DAYFLY_BENCH_DIR keeps the datasets,
 # DAYFLY_BENCH_RUNS is the number of runs (5), and DAYFLY_BENCH_SMALL=1 takes a tenth of the samples, to try the script.
 set -euo pipefail
 python=$1; shift

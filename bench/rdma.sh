@@ -3,11 +3,11 @@
 # for the card. It measures no rates, because the rates of Soft-RoCE say nothing about a real card. Needs root, strace, python3 and
 # an RDMA card. These commands run it in a virtual machine that emulates a card:
 #
-#   cargo build --release && cargo build --release -p dayfly-bench
+#   cargo build --profile dist && cargo build --profile dist -p dayfly-bench
 #   tests/vm/run -m 3500 -- bench/rdma.sh
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PATH=$PWD/target/release:$PATH
+export PATH=$PWD/target/dist:$PATH
 work=$(mktemp -d)
 trap 'umount "$work/drive" 2> /dev/null || true; rm -rf "$work"' EXIT
 mkdir "$work/set" "$work/drive" "$work/run"

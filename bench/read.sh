@@ -2,7 +2,7 @@
 # Measures reads in a session of four servers in network namespaces, and compares them with one bare TCP stream between
 # two of those namespaces.
 # Usage: bench/read.sh [RUNS [ROW...]]     rows: remote-large remote-small posix unet local epochs cold
-# Needs root, and dayfly, dayfly-bench (release builds), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the datasets.
+# Needs root, and dayfly, dayfly-bench (builds of the profile dist), fio and python3 in PATH. DAYFLY_BENCH_DIR keeps the datasets.
 set -euo pipefail
 runs=${1:-5}; shift || true
 rows=${*:-remote-large remote-small posix unet local epochs cold}

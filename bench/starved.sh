@@ -3,7 +3,7 @@
 # Usage: bench/starved.sh [--runs N] [--no-goals] [ROW...]
 #   rows: busy slow frozen servers-frozen one-frozen (default: all); each also for a compressed tar
 # Prints one table. The exit status is 1 if a goal was missed, unless --no-goals is given.
-# Needs root and control groups, and dayfly, dayfly-bench (release builds), e2fsprogs and python3 in PATH.
+# Needs root and control groups, and dayfly, dayfly-bench (builds of the profile dist), e2fsprogs and python3 in PATH.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 samples=10000 sizes="--mean-size 50000 --log-normal 0.5"

@@ -52,7 +52,11 @@ impl Drop for Tampering {
 }
 
 fn content(number: usize, len: usize) -> Vec<u8> {
-    (0..len).map(|at| (at * 7 + number) as u8).collect()
+    // It repeats after 256 bytes.
+    let tile: Vec<u8> = (0..256).map(|at| (at * 7 + number) as u8).collect();
+    let mut bytes = tile.repeat(len.div_ceil(tile.len()));
+    bytes.truncate(len);
+    bytes
 }
 
 fn ground(files: usize, len: usize) -> Ground {

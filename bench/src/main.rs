@@ -17,7 +17,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// Measure parts of Dayfly. Build it with --release
+/// Measure parts of Dayfly. Build it with --profile dist
 #[derive(Parser)]
 struct Arguments {
     #[command(subcommand)]

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -65,3 +66,29 @@ def test_the_installed_program_finds_its_preload_library(session):
         [program, "exec", "--", sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     assert "train" in listed.stdout
+
+
+def test_the_tarball_is_all_that_a_machine_without_python_needs(unpacked, tmp_path):
+    wheels = Path(WHEEL).parent
+    if wheels.name != "wheels":
+        pytest.skip("build-wheel made no tarball beside this wheel")
+    [tarball] = (wheels.parent / "tarball").glob("dayfly-*-x86_64-unknown-linux-gnu.tar.gz")
+    with tarfile.open(tarball) as tar:
+        tar.extractall(tmp_path, filter="data")
+    [root] = tmp_path.iterdir()
+    assert root.name == f"dayfly-{dayfly.__version__}-x86_64-unknown-linux-gnu"
+    data = next(unpacked.glob("dayfly-*.data"))
+    for name, path in zip(["bin/dayfly", "lib/dayfly/libdayfly_preload.so", "include/dayfly.h"], EXPECTED):
+        assert (root / name).read_bytes() == (data / path).read_bytes()
+    assert ".TH dayfly 1" in (root / "share/man/man1/dayfly.1").read_text()
+    assert (root / "share/man/man1/dayfly-run.1").exists()
+    for name in ("bash-completion/completions/dayfly", "zsh/site-functions/_dayfly", "fish/vendor_completions.d/dayfly.fish"):
+        assert "stage-in" in (root / "share" / name).read_text(), name
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/1").write_text("content")
+    program = [root / "bin/dayfly", "run", "--local", "1", "--stage-in", f"{tmp_path}/train:/dayfly/train"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    ran = subprocess.run(
+        [*program, "--", "cat", "/dayfly/train/1"], capture_output=True, text=True, check=True, env=environment, timeout=60
+    )
+    assert ran.stdout == "content"
