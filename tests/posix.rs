@@ -461,7 +461,8 @@ fn the_c_interface_reads_a_staged_in_dataset() {
              namespace, which is at '{prefix}'\nfailed 1\nsub/f1 3000\nsub/f2 6000\nmissing -2\nbig 300001\ncut 1 0\nsame 1\n\
              early -1 1 1\nget 0 0 3000 0 \nget 1 0 6000 0 \nget 2 0 0 2 '{prefix}/missing': no such file or directory\n\
              get 3 0 300001 0 \nget 4 -1 0 2 the batch has no such file\n\
-             ids 0 look 0 own 1 here 1 small -1 1 1 all 0 right 1 order 1\nunknown 1 0 1 -1 -1 -1 -1 1\nlist 7 after 3\nepoch 0 0 local 0 same 1 some 1\n"
+             whole -1 1 1 1 1 end 0 2 1 0 failed -1 4 1 1\n\
+             ids 0 look 0 own 1 here 1 small -1 1 1 1 all 0 right 1 order 1\nunknown 1 0 1 -1 -1 -1 -1 1\nlist 7 after 3\nepoch 0 0 local 0 same 1 some 1\n"
         );
         assert_eq!(text(&found.stdout), expected, "{}", text(&found.stderr));
     }

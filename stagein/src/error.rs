@@ -169,6 +169,16 @@ pub enum StageInError {
         /// The feature that is not supported.
         reason: String,
     },
+    /// A zip is split into parts, of which this one is the last.
+    #[error(
+        "'{}' is the last part of a split zip, which cannot be unpacked; join the parts with `zip -s 0 PART.zip --out WHOLE.zip` and \
+         stage in the whole, or stage archives in as files with --no-unpack",
+        path.display()
+    )]
+    SplitZip {
+        /// Path of the last part.
+        path: PathBuf,
+    },
     /// A source has changed since it was planned or opened.
     #[error("'{}' changed while it was staged in; stage it in again once nothing writes to it", path.display())]
     Changed {
@@ -260,6 +270,7 @@ impl StageInError {
             | Self::ReadAt { .. }
             | Self::Damaged { .. }
             | Self::Unsupported { .. }
+            | Self::SplitZip { .. }
             | Self::Changed { .. }
             | Self::WrongSize { .. }
             | Self::TooLarge { .. }

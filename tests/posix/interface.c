@@ -67,6 +67,19 @@ int main(int argument_count, char **arguments) {
         printf("get %zu %d %lu %d %s\n", view.index, result, (unsigned long)view.len, view.error, view.bytes ? "" : dayfly_error());
     }
     dayfly_batch_close(batch);
+    printf("whole %zd", dayfly_read_many(session, requests, 4, 0));
+    for (int i = 0; i < 4; i++) printf(" %d", requests[i].result == -ENOENT);
+    batch = dayfly_batch_open(session, paths, 2, 0);
+    for (int i = 0; i < 2; i++) dayfly_batch_next(batch, &view);
+    result = dayfly_batch_next(batch, &view);
+    printf(" end %d %zu %d %d", result, view.index, view.bytes == NULL, view.error);
+    dayfly_batch_close(batch);
+    batch = dayfly_batch_open(session, paths, 4, 0);
+    if (!batch) printf(" refused");
+    while (batch && (result = dayfly_batch_next(batch, &view)) == 1) continue;
+    if (batch) printf(" failed %d %zu %d %d", result, view.index, view.bytes == NULL, view.error == ENOENT);
+    dayfly_batch_close(batch);
+    printf("\n");
     dayfly_dataset *dataset = dayfly_dataset_open(session, arguments[1]);
     uint32_t total = dayfly_dataset_count(dataset), *ids = malloc(total * sizeof *ids), *own = malloc(total * sizeof *own);
     printf("ids %d", dayfly_epoch_ids(dataset, 1, 2, ids));
@@ -79,7 +92,7 @@ int main(int argument_count, char **arguments) {
     for (uint32_t i = 0; i < total; i++) sizes += samples[i].size, here += samples[i].is_here;
     printf(" here %d", here >= mine);
     result = dayfly_read_many_ids(dataset, ids, total, bytes, 10, offsets, errors, 0);
-    printf(" small %d %d %d", result, errno == ERANGE, offsets[total] == sizes);
+    printf(" small %d %d %d %d", result, errno == ERANGE, offsets[total] == sizes, errors[0] == ERANGE);
     char *all_bytes = malloc(sizes), one[4096];
     dayfly_order *order = dayfly_order_ids(dataset, ids, total);
     result = dayfly_read_many_ids(dataset, ids, total, all_bytes, sizes, offsets, errors, 0);

@@ -116,7 +116,7 @@ struct dayfly_request {
 };
 
 /* Reads files into buffers. A file that is longer than its buffer is cut off. Returns the number of files that failed, which is 0
- * without DAYFLY_REPORT_MISSING. */
+ * without DAYFLY_REPORT_MISSING. If the call itself fails, each result is minus its errno. */
 ssize_t dayfly_read_many(dayfly *session, struct dayfly_request *requests, size_t count, int flags);
 
 /* Whole files that a program looks at without a copy: in the node's storage, or in the server's memory. Closing the batch ends
@@ -138,7 +138,7 @@ dayfly_batch *dayfly_batch_open(dayfly *session, const char *const *paths, size_
 dayfly_batch *dayfly_batch_open_ids(dayfly *session, const char *path, const uint32_t *ids, size_t count, int flags);
 
 /* Waits for the next file. Returns 1 and fills in `out`, or returns 0 after the last file. The view is valid until the next call
- * of this function. */
+ * of this function. If it returns 0 or fails, the view has no bytes, and its index is the number of files. */
 int dayfly_batch_next(dayfly_batch *batch, struct dayfly_view *out);
 
 /* Waits for all files. Returns 0. From then on dayfly_batch_get returns views that are valid until the batch is closed. */
@@ -200,7 +200,7 @@ ssize_t dayfly_local_ids(const dayfly_dataset *dataset, uint32_t *out);
 /* Reads whole files into one buffer, one after another: file i lies at offsets[i] to offsets[i + 1]. `offsets` has room for
  * `count` + 1 values. `errors` has room for `count` values, 0 or the errno of a file that cannot be read, or is NULL. Returns the
  * number of files that failed, which is 0 without DAYFLY_REPORT_MISSING. If the buffer is too small, fails with ERANGE, and
- * offsets[count] is the length that it needs. */
+ * offsets[count] is the length that it needs. If the call itself fails, each error is its errno. */
 ssize_t dayfly_read_many_ids(const dayfly_dataset *dataset, const uint32_t *ids, size_t count, void *buffer, size_t len,
                              uint64_t *offsets, int *errors, int flags);
 

@@ -245,7 +245,9 @@ header! {
     ) -> ssize_t {
         answer(|| {
             let offsets = exactly(offsets, count.checked_add(1).ok_or(libc::EFAULT)?)?;
-            object(dataset)?.read(given(ids, count)?, buffer, len, offsets, errors.slice_mut(count)?, flags)
+            let errors = errors.slice_mut(count)?;
+            let failed = object(dataset)?.read(given(ids, count)?, buffer, len, offsets, errors, flags);
+            failed.inspect_err(|failure| errors.fill(failure.errno()))
         })
     }
 

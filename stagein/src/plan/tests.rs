@@ -102,6 +102,7 @@ fn sources_of_one_pattern_are_rivals_and_may_get_directories_of_their_own() {
 /// SEMANTICS: "The content decides whether a file is a tar; content and name (`.zip`, `.whl`, `.egg`, `.jar`, `.cbz`) decide
 /// whether it is a zip, because many other files, such as `.npz` and `.pt`, are also zips inside, and those are samples. A file
 /// that has an archive's name but not its content is an error, not a sample. A compressed file that holds no tar stays as it is."
+/// SEMANTICS: "The last part of a split zip is an error, which says how to join the parts."
 #[test]
 fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error() {
     let folder = tempfile::tempdir().unwrap();
@@ -123,6 +124,13 @@ fn contents_decide_the_format_and_an_archive_name_without_an_archive_is_an_error
     assert_eq!(kinds("empty.tar").unwrap(), SourceKind::Tar);
     assert!(matches!(kinds("false.tar"), Err(StageInError::NotAnArchive { .. })));
     assert!(matches!(kinds("broken.gz"), Err(StageInError::Damaged { .. })));
+    // The last part of a split zip begins anywhere. Its end record names the part's number, from 0.
+    let end = *b"PK\x05\x06\x02\0\x02\0\x01\0\x01\0\x2e\0\0\0\0\0\0\0\0\0";
+    fs::write(at("split.zip"), [&[7; 600][..], &end].concat()).unwrap();
+    let split = kinds("split.zip").unwrap_err();
+    assert!(matches!(split, StageInError::SplitZip { .. }) && split.to_string().contains("join the parts"), "{split}");
+    fs::write(at("other.zip"), [&[7; 600][..], &end[..20]].concat()).unwrap();
+    assert!(matches!(kinds("other.zip"), Err(StageInError::NotAnArchive { .. })));
     let whole = Selection { no_unpack: true, ..Selection::default() };
     for name in ["strange.jpg", "data.gz", "broken.gz"] {
         assert_eq!(paths(&units(&[&at(name)], &whole).unwrap().1), [name], "with --no-unpack");

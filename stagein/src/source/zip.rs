@@ -34,6 +34,8 @@ pub(crate) enum ZipError {
     Damaged { offset: u64, reason: &'static str },
     /// The zip is valid, but uses a feature that this version does not support.
     Unsupported { offset: u64, reason: String },
+    /// The file is the last part of a zip that was split.
+    Split,
 }
 
 impl ZipError {
@@ -46,6 +48,7 @@ impl ZipError {
                 StageInError::Damaged { path, offset, is_decompressed: false, reason: reason.to_owned() }
             }
             Self::Unsupported { offset, reason } => StageInError::Unsupported { path, offset, reason },
+            Self::Split => StageInError::SplitZip { path },
         }
     }
 }
@@ -61,9 +64,10 @@ pub(crate) fn is_zip(start: &[u8]) -> bool {
     start.starts_with(b"PK\x03\x04") || start.starts_with(b"PK\x05\x06")
 }
 
-/// Returns whether a file ends as a zip does, whatever comes first: a self-extracting zip begins with a program.
+/// Returns whether a file ends as a zip does, whatever comes first: a self-extracting zip begins with a program, and the last part of
+/// a split zip with the middle of a member.
 pub(crate) fn ends_as_zip(file: &File) -> bool {
-    Directory::find(file).is_ok()
+    matches!(Directory::find(file), Ok(_) | Err(ZipError::Split))
 }
 
 /// Consecutive records of the central directory that make one unit.
@@ -164,7 +168,7 @@ impl Directory {
             offset = u64_at(&record, 48);
         }
         if disks != 0 {
-            return Err(ZipError::Unsupported { offset: end, reason: "it is part of a multi-volume archive".to_owned() });
+            return Err(ZipError::Split);
         }
         let start = end.checked_sub(len).ok_or(damaged(end, "the central directory claims to be longer than the archive"))?;
         let shift = start.checked_sub(offset).ok_or(damaged(end, "the central directory claims to start after its end"))?;

@@ -59,8 +59,16 @@ fn paths<'a>(paths: &[Path<'a>]) -> Result<Vec<&'a [u8]>, Errno> {
     paths.iter().map(|&path| bytes(path)).collect()
 }
 
-/// Reads whole files into the requests' buffers. Returns the number of files that failed.
+/// Reads whole files into the requests' buffers. Returns the number of files that failed. If the whole call fails, its errno is the
+/// result of each request, so that no program takes an earlier call's result for that of this one.
 pub(super) fn read(view: &View, requests: &mut [FileRequest], flags: c_int) -> Result<ssize_t, Failure> {
+    read_each(view, requests, flags).inspect_err(|failure| {
+        let result = -i64::from(failure.errno());
+        requests.iter_mut().for_each(|request| request.result = result);
+    })
+}
+
+fn read_each(view: &View, requests: &mut [FileRequest], flags: c_int) -> Result<ssize_t, Failure> {
     let (_, on_missing) = choices(flags)?;
     let paths = requests.iter().map(|request| bytes(request.path)).collect::<Result<Vec<_>, _>>()?;
     let mut buffers = FromC::buffers(requests.iter().map(|request| (request.buffer, request.len)))?;
@@ -102,15 +110,18 @@ pub(super) fn open_ids(
 
 /// Stores the view of a batch's next file. Returns 1, or 0 at the end.
 pub(super) fn next(batch: &mut Batch<&'static Session>, out: FromC<*mut SampleView>) -> Result<c_int, Failure> {
+    let files = batch.len();
     // A batch whose connection has failed has not reached its end.
     if batch.is_broken() {
+        out.put(no_view(files, libc::EIO))?;
         return Err(Failure::new(libc::EIO, "the batch has failed before"));
     }
     match batch.next() {
-        None => Ok(0),
-        Some(delivered) => {
-            let delivered = delivered.map_err(ViewError::Client)?;
-            Ok(out.put(sample_view(delivered.index, delivered.bytes)).map(|()| 1)?)
+        None => Ok(out.put(no_view(files, 0)).map(|()| 0)?),
+        Some(Ok(delivered)) => Ok(out.put(sample_view(delivered.index, delivered.bytes)).map(|()| 1)?),
+        Some(Err(error)) => {
+            out.put(no_view(files, errno(&error)))?;
+            Err(ViewError::Client(error).into())
         }
     }
 }
@@ -122,11 +133,15 @@ pub(super) fn get(batch: &Batch<&'static Session>, index: size_t, out: FromC<*mu
             true => (libc::EAGAIN, "the file was not delivered yet"),
             false => (libc::ENOENT, "the batch has no such file"),
         };
-        // Whoever does not look at the result must not find the bytes of an earlier view.
-        out.put(SampleView { index, bytes: std::ptr::null(), len: 0, error })?;
+        out.put(no_view(index, error))?;
         return Err(Failure::new(error, why));
     };
     Ok(out.put(sample_view(index, bytes)).map(|()| 0)?)
+}
+
+/// Whoever does not look at a function's result must not find the bytes of an earlier view.
+fn no_view(index: usize, error: Errno) -> SampleView {
+    SampleView { index, bytes: std::ptr::null(), len: 0, error }
 }
 
 fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
@@ -134,7 +149,7 @@ fn sample_view(index: usize, bytes: Result<&[u8], &ClientError>) -> SampleView {
         Ok(bytes) => SampleView { index, bytes: bytes.as_ptr().cast(), len: bytes.len() as u64, error: 0 },
         Err(error) => {
             message::set(&error.to_string());
-            SampleView { index, bytes: std::ptr::null(), len: 0, error: errno(error) }
+            no_view(index, errno(error))
         }
     }
 }

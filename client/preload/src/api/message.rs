@@ -27,10 +27,14 @@ impl Failure {
 }
 
 impl Failure {
+    pub(super) fn errno(&self) -> Errno {
+        self.fault.errno()
+    }
+
     /// Keeps the message for this thread, and returns the errno.
     pub(super) fn tell(self) -> Errno {
         set(&self.message);
-        self.fault.errno()
+        self.errno()
     }
 }
 
