@@ -74,12 +74,15 @@ pub(crate) fn recognize_file(file: &File, start: &[u8]) -> io::Result<Compressio
 }
 
 /// Returns how many of a stream's first bytes [`recognize`] needs, as far as `start` tells, if frames that decoders skip come first.
+/// Returns `None` if none comes first, or more than [`recognize`] looks at.
 pub(crate) fn needed_to_recognize(start: &[u8]) -> Option<u64> {
     let mut end = 0_u64;
-    while let Some([0x50..=0x5f, 0x2a, 0x4d, 0x18, a, b, c, d, ..]) = usize::try_from(end).ok().and_then(|end| start.get(end..)) {
+    for frames in 0..=FRAMES_SKIPPED_MAX {
+        let rest = usize::try_from(end).ok().and_then(|end| start.get(end..));
+        let Some([0x50..=0x5f, 0x2a, 0x4d, 0x18, a, b, c, d, ..]) = rest else { return (frames > 0).then_some(end + 8) };
         end += 8 + u64::from(u32::from_le_bytes([*a, *b, *c, *d]));
     }
-    (end > 0).then_some(end + 8)
+    None
 }
 
 /// Returns the window in bytes that a decoder will need, according to the first bytes of the file. Returns 0 for formats whose
@@ -383,6 +386,9 @@ pub(crate) mod tests {
             assert_eq!(needed_to_recognize(start), needed);
         }
         assert_eq!(needed_to_recognize(&skipped.repeat(3)), Some(44));
+        // Whoever reads as much as is needed, again and again, looks at each of a bounded number of frames each time.
+        assert_eq!(needed_to_recognize(&skipped.repeat(FRAMES_SKIPPED_MAX)), Some(12 * FRAMES_SKIPPED_MAX as u64 + 8));
+        assert_eq!(needed_to_recognize(&skipped.repeat(FRAMES_SKIPPED_MAX + 1)), None);
         for compression in [Compression::Gzip, Compression::Bzip2] {
             let packed = compress(compression, &half);
             let padded = [&packed[..], &[0; 700], &packed, &[0; 10_000]].concat();
