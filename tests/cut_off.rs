@@ -13,7 +13,7 @@ use crate::chaos::network::{self, Network};
 use crate::harness::samples::content;
 use crate::harness::{Cluster, Ground, output_of, pack, text, wait_for, wait_until};
 
-const DEADLINES_DIVISOR: u32 = 10;
+const DEADLINES_DIVISOR: u32 = 5;
 const NODES: u16 = 3;
 const CUT: u16 = 2;
 const FILES: usize = 200;
@@ -66,7 +66,7 @@ fn others_say(cluster: &Cluster, is_lost: bool) -> bool {
 }
 
 fn origin_reads(cluster: &Cluster) -> u64 {
-    let status = status_on(cluster, 0);
+    let status = cluster.status_on(0);
     status["nodes"].as_array().unwrap().iter().map(|node| node["origins"]["reads"].as_u64().unwrap()).sum()
 }
 

@@ -142,7 +142,7 @@ fn a_server_killed_during_reads_is_named_and_all_else_is_read() {
 /// is asked until it is lost."
 #[test]
 fn reads_wait_for_a_stopped_server_until_it_is_lost() {
-    let cluster = ground().up_with(2, &["--lost-after", "12"]);
+    let cluster = ground().up_with(2, &["--lost-after", "20"]);
     cluster.stage_compressed("d", "/dayfly/d");
     let pid = cluster.pids()[&1];
     let read_some = |numbers: std::ops::Range<usize>| -> Result<(), ViewError> {
@@ -170,7 +170,7 @@ fn reads_wait_for_a_stopped_server_until_it_is_lost() {
     let start = Instant::now();
     let error = read_some(50..100).unwrap_err();
     assert!(error.to_string().contains("node 1"), "{error}");
-    harness::assert_within(Duration::from_secs(12) + 2 * Deadlines::DEFAULT.request, start);
+    harness::assert_within(Duration::from_secs(20) + 2 * Deadlines::DEFAULT.request, start);
     signal(pid, Signal::SIGCONT);
     cluster.down();
 }

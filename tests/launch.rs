@@ -41,10 +41,10 @@ fn a_node_that_does_not_join_is_named_in_time() {
     let hosts = Hosts::new();
     for (list, word) in [
         ("h1,broken", "no session: broken: its server did not start: ssh: connect to host broken port 22: No route"),
-        ("h1,silent", "no session: silent: its server did not join within 2 s"),
+        ("h1,silent", "no session: silent: its server did not join within 5 s"),
     ] {
         let start = Instant::now();
-        let output = harness::output_of(&mut hosts.command(&["up", "--hosts", list, "--start-timeout", "2"]));
+        let output = harness::output_of(&mut hosts.command(&["up", "--hosts", list, "--start-timeout", "5"]));
         assert!(!output.status.success() && text(&output.stderr).contains(word), "{}", text(&output.stderr));
         harness::assert_no_hang(start);
         // A launcher that hangs is killed after a while.
@@ -57,11 +57,11 @@ fn a_node_that_does_not_join_is_named_in_time() {
         "--min-nodes",
         "2",
         "--start-timeout",
-        "2",
+        "5",
     ]));
     assert!(text(&output.stderr).contains("1 joined, and --min-nodes asks for 2"), "{}", text(&output.stderr));
     for (list, without) in [("h1,broken,h2", "broken"), ("h1,silent,h2", "silent")] {
-        let (cluster, message) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "2"]);
+        let (cluster, message) = Hosts::new().up(&["--hosts", list, "--min-nodes", "2", "--start-timeout", "5"]);
         assert!(message.contains(&format!("continuing without {without}")), "{message}");
         assert_eq!(cluster.status()["nodes"].as_array().unwrap().len(), 2);
         cluster.down();
@@ -302,7 +302,7 @@ fn the_next_job_finds_a_session_started_with_keep_and_its_time_is_limited() {
     let ground = Ground::new();
     let in_job = |job: &str, arguments: &[&str]| harness::output_of(ground.dayfly().args(arguments).env("SLURM_JOB_ID", job));
     for wait in [false, true] {
-        let up = in_job("7", &["up", "--local", "2", "--keep", if wait { "3s" } else { "60s" }]);
+        let up = in_job("7", &["up", "--local", "2", "--keep", if wait { "10s" } else { "60s" }]);
         let id = text(&up.stdout).trim().to_owned();
         let user = fs::read_dir(ground.runtime.path()).unwrap().next().unwrap().unwrap().path();
         let supervisor =

@@ -473,8 +473,8 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
         status.is_ok_and(|status| status["nodes"][2]["lost_for_ms"].is_u64())
     });
     let mut stream = UnixStream::connect(cluster.location().socket(NodeId(0))).unwrap();
-    stream.set_write_timeout(Some(Duration::from_secs(3))).unwrap();
-    stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    stream.set_write_timeout(Some(Duration::from_secs(30))).unwrap();
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     send(&mut stream, &FromClient::Hello { version: VERSION }).unwrap();
     assert!(matches!(receive(&mut stream), FromServer::Welcome { .. }));
     // None of these chunks can be read. The errors are more than the socket holds, so the server waits for this side to read.

@@ -65,7 +65,7 @@ fn origin_reads(cluster: &Cluster) -> u64 {
     status["nodes"].as_array().unwrap().iter().map(reads).sum()
 }
 
-/// A stage-in that takes about five seconds.
+/// A stage-in that takes about eight seconds.
 struct SlowStageIn {
     command: Child,
     messages: BufReader<ChildStderr>,
@@ -77,14 +77,14 @@ impl SlowStageIn {
     fn begin(cluster: &Cluster, source: &str, node: u16, target: &str) -> Self {
         let source = cluster.at(source);
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--keep-going", "--max-rate", "600K", source.to_str().unwrap(), target]);
+        command.args(["stage-in", "--keep-going", "--max-rate", "400K", source.to_str().unwrap(), target]);
         command.env("DAYFLY_NODE", node.to_string());
         let mut command = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
         let (mut messages, mut seen) = (BufReader::new(command.stderr.take().unwrap()), String::new());
         while !seen.contains("staging in ") {
             assert!(messages.read_line(&mut seen).unwrap() > 0, "{seen}");
         }
-        std::thread::sleep(Duration::from_secs(1));
+        std::thread::sleep(Duration::from_millis(1500));
         Self { command, messages, seen }
     }
 

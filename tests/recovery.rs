@@ -269,7 +269,8 @@ fn recovery_takes_what_fits_and_then_rests() {
         let is_same = now == (found.get(), read.get());
         found.set(now.0);
         read.set(now.1);
-        is_same && now.0 > 0
+        let is_done = |of: RecoveryStatus| of.is_scanned && of.wanted.count == of.recovered.count;
+        is_same && now.0 > 0 && (0..3).all(|node| is_done(session.status_of(node).recovery))
     };
     wait_until("recovery rests", is_at_rest);
     assert!(found.get() > lost.len() / 10 && found.get() < lost.len(), "{} of {}", found.get(), lost.len());

@@ -31,7 +31,11 @@ fn session_on(ground: Ground, options: &[&str]) -> Cluster {
         let numbers = (0..FILES).filter(|number| number % 4 == part);
         numbers.for_each(|number| fs::write(folder.join(number.to_string()), content(number, len(number))).unwrap());
     }
-    let mut all = vec!["--deadlines-divisor", "10", "--no-rejoin"];
+    let mut all = vec!["--deadlines-divisor", "5", "--no-rejoin"];
+    if !options.contains(&"--lost-after") {
+        // A server that is killed is lost at once, and no other one is.
+        all.extend(["--lost-after", "60"]);
+    }
     if !options.contains(&"--recovery-timeout") {
         all.extend(["--recovery-timeout", "60"]);
     }
@@ -70,8 +74,7 @@ fn read_batch(cluster: &Cluster, node: u16) {
 }
 
 fn status(cluster: &Cluster, asked: u16) -> serde_json::Value {
-    let output = output_of(cluster.dayfly().args(["status", "--json"]).env("DAYFLY_NODE", asked.to_string()));
-    serde_json::from_slice(&output.stdout).unwrap()
+    cluster.status_on(asked)
 }
 
 fn sum(cluster: &Cluster, asked: u16, number: impl Fn(&serde_json::Value) -> Option<u64>) -> u64 {
@@ -267,7 +270,7 @@ fn a_new_server_gets_the_samples_of_compressed_archives_back() {
 fn reads_wait_until_a_stage_in_has_ended() {
     let cluster = session(&["--recovery-rate", "0"]);
     let mut staging = cluster.dayfly();
-    staging.args(["stage-in", "--max-rate", "100K", "tree0", "/dayfly/other"]).current_dir(cluster.work.path());
+    staging.args(["stage-in", "--max-rate", "40K", "tree0", "/dayfly/other"]).current_dir(cluster.work.path());
     let mut staging = staging.env("DAYFLY_NODE", "0").spawn().unwrap();
     // This dataset appears while caching stands still, so its room is planned only after that.
     stage(&cluster, "tar.gz");
@@ -369,7 +372,7 @@ fn session_of_few_large(more: &[&str]) -> Cluster {
     let write = |number: usize| fs::write(ground.at("tree").join(number.to_string()), content(number, len_of_few_large(number)));
     (0..100).for_each(|number| write(number).unwrap());
     pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
-    let options = ["--deadlines-divisor", "10", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
+    let options = ["--deadlines-divisor", "5", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
     let cluster = ground.up_rejoining(2, &[&options[..], more].concat());
     cluster.stage(&[&cluster.at("d.tar.gz")], "/dayfly/d");
     cluster

@@ -373,7 +373,7 @@ fn run_ends_the_session_whatever_its_command_does() {
         ground.assert_clean();
     }
     // If `run` itself is killed, its servers notice.
-    let mut child = ground.dayfly().args(["run", "--", "sleep", "1"]).spawn().unwrap();
+    let mut child = ground.dayfly().args(["run", "--", "sleep", "10"]).spawn().unwrap();
     wait_until("the session is up", || ground.output(&["status"]).status.success());
     child.kill().unwrap();
     child.wait().unwrap();

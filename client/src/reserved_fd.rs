@@ -468,8 +468,16 @@ pub(crate) fn after_fork() {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
     use super::*;
+
+    /// Lets no other test of this process reserve a descriptor, which would get the number that one has just given up.
+    pub(crate) fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
     /// Closes a number behind the library's back, and puts another file there.
     fn steal(number: RawFd, file: &File) {
@@ -479,6 +487,7 @@ mod tests {
 
     #[test]
     fn a_reserved_descriptor_is_high_and_known_until_it_is_dropped() {
+        let _alone = alone();
         let reserved = ReservedFd::new(File::open("/dev/null").unwrap());
         let number = reserved.number();
         assert!(number >= 256, "{number}");
@@ -494,6 +503,7 @@ mod tests {
 
     #[test]
     fn a_number_that_the_program_took_is_neither_used_nor_closed_and_the_descriptor_can_be_restored() {
+        let _alone = alone();
         let (zero, null) = (File::open("/dev/zero").unwrap(), File::open("/dev/null").unwrap());
         let reserved = ReservedFd::new(zero.try_clone().unwrap());
         let number = reserved.number();
@@ -513,6 +523,7 @@ mod tests {
 
     #[test]
     fn a_reserved_descriptor_gives_way() {
+        let _alone = alone();
         let reserved = ReservedFd::new(File::open("/dev/zero").unwrap());
         let number = reserved.number();
         give_way(number).unwrap();

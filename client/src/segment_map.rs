@@ -225,6 +225,7 @@ mod tests {
     /// by pread from then on, so that no later reader mistakes the view's zeros for data."
     #[test]
     fn a_window_with_a_missing_page_is_never_lent_again() {
+        let _alone = crate::reserved_fd::tests::alone();
         fault::install(libc::sigaction).unwrap();
         let file = tempfile::tempfile().unwrap();
         let content = vec![7; 3 * PAGE_SIZE as usize];

@@ -27,18 +27,30 @@ impl Beats {
     ) -> io::Result<Self> {
         let (stop, stopped) = mpsc::channel();
         let thread = thread::Builder::new().name("beats".to_owned()).spawn(move || {
-            let (mut turns, mut still_ticks) = (status_page.turns(), 0);
+            let mut stillness = Stillness { turns: status_page.turns(), ticks: 0 };
             while stopped.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 status_page.advance_beats();
-                let now = status_page.turns();
-                still_ticks = if now == turns { still_ticks + 1 } else { 0 };
-                turns = now;
-                if interval * still_ticks > patience {
+                if interval * stillness.tick(status_page.turns()) > patience {
                     return on_deadlock();
                 }
             }
         })?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+/// How long the runtime has made no turn.
+struct Stillness {
+    turns: u64,
+    ticks: u32,
+}
+
+impl Stillness {
+    /// Notes how many turns there have been. Returns the number of ticks since the last one.
+    fn tick(&mut self, turns: u64) -> u32 {
+        self.ticks = if turns == self.turns { self.ticks + 1 } else { 0 };
+        self.turns = turns;
+        self.ticks
     }
 }
 
@@ -65,22 +77,31 @@ mod tests {
     }
 
     #[test]
-    fn a_runtime_that_makes_no_turns_is_found_and_one_that_does_is_not() {
-        for makes_turns in [true, false] {
-            let (page, (found, finding)) = (page(), mpsc::channel());
-            let beats = Beats::start(page.clone(), INTERVAL, 40 * INTERVAL, move || found.send(()).unwrap()).unwrap();
-            while page.beats() < 80 && finding.try_recv().is_err() {
-                if makes_turns {
-                    page.advance_turns();
-                }
-                thread::sleep(INTERVAL);
-            }
-            // A deadlock ends the beats.
-            assert_eq!(page.beats() >= 80, makes_turns, "{}", page.beats());
-            drop(beats);
-            let last = page.beats();
-            thread::sleep(4 * INTERVAL);
-            assert_eq!(page.beats(), last);
+    fn ticks_count_from_the_last_turn() {
+        let mut stillness = Stillness { turns: 7, ticks: 0 };
+        for (turns, ticks) in [(7, 1), (7, 2), (8, 0), (10, 0), (10, 1), (10, 2), (10, 3), (11, 0)] {
+            assert_eq!(stillness.tick(turns), ticks);
         }
+    }
+
+    #[test]
+    fn a_runtime_that_makes_no_turns_is_found_once_and_ends_the_beats() {
+        let (page, (found, finding)) = (page(), mpsc::channel());
+        let _beats = Beats::start(page.clone(), INTERVAL, 40 * INTERVAL, move || found.send(()).unwrap()).unwrap();
+        finding.recv().unwrap();
+        assert_eq!((page.beats(), finding.recv()), (41, Err(mpsc::RecvError)));
+    }
+
+    #[test]
+    fn beats_go_on_until_they_are_dropped() {
+        let page = page();
+        let beats = Beats::start(page.clone(), INTERVAL, Duration::MAX, || unreachable!()).unwrap();
+        while page.beats() < 80 {
+            thread::sleep(INTERVAL);
+        }
+        drop(beats);
+        let last = page.beats();
+        thread::sleep(4 * INTERVAL);
+        assert_eq!(page.beats(), last);
     }
 }

@@ -231,6 +231,22 @@ impl Cluster {
         location.live_nodes().into_iter().filter_map(|node| Some((node.0, location.pid(node)?))).collect()
     }
 
+    /// Returns what `status` reports on a node, as soon as every node answers or is lost.
+    #[track_caller]
+    pub(crate) fn status_on(&self, node: u16) -> serde_json::Value {
+        let deadline = Instant::now() + COMMAND_TIMEOUT;
+        loop {
+            let output = output_of(self.dayfly().args(["status", "--json"]).env("DAYFLY_NODE", node.to_string()));
+            let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap_or_default();
+            let is_known = |node: &serde_json::Value| node["error"].is_null() || node["lost_for_ms"].is_u64();
+            if status["nodes"].as_array().is_some_and(|nodes| nodes.iter().all(is_known)) {
+                return status;
+            }
+            assert!(Instant::now() < deadline, "{status}{}", text(&output.stderr));
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
     /// Kills a server with SIGKILL, and waits until it is gone.
     pub(crate) fn kill(&self, node: u16) {
         let pid = self.pids()[&node];
@@ -344,11 +360,14 @@ pub(crate) fn assert_within(limit: Duration, start: Instant) {
     assert!(took < limit + late, "took {took:?} instead of at most {limit:?}; this process was late by {late:?}");
 }
 
+/// What takes longer than this never comes, unless the machine is busy.
+const WAIT_LIMIT: Duration = Duration::from_secs(30);
+
 #[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(30);
+    let start = Instant::now();
     while !condition() {
-        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        assert!(start.elapsed() < WAIT_LIMIT + witness::lateness_since(start), "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

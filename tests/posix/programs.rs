@@ -75,7 +75,7 @@ pub(crate) const PROGRAMS: &[(&str, &str)] = &[
     ("dash", "dash -c 'cd $R/data; cat words.txt; cd ..; ls data | wc -l; exec < link; read x; echo $x; cat | cksum'"),
     (
         "env",
-        "cd $R/data && env cat words.txt; nice cat words.txt; timeout 10 cat $R/data/words.txt; nohup cat $R/data/words.txt; setsid -w cat words.txt; xargs cat <<< words.txt",
+        "cd $R/data && env cat words.txt; nice cat words.txt; timeout 100 cat $R/data/words.txt; nohup cat $R/data/words.txt; setsid -w cat words.txt; xargs cat <<< words.txt",
     ),
     (
         "make",

@@ -29,7 +29,7 @@
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
-enum { THREADS = 4, FILES = 512, PART = 16384, PATIENCE = 60, NESTED = 2 };
+enum { THREADS = 4, FILES = 512, PART = 16384, PATIENCE = 300, NESTED = 2 };
 
 struct file {
     char path[512];

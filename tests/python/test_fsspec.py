@@ -4,6 +4,7 @@ import errno
 import io
 import os
 
+import datasets
 import dayfly.fsspec
 import fsspec
 import pandas
@@ -162,3 +163,22 @@ def test_pandas_and_pyarrow_read_by_url(session, tmp_path):
     assert len(pandas.read_csv("dayfly:///dayfly/tables/table.csv")) == 1000
     column = parquet.read_table("dayfly/tables/table.parquet", filesystem=fsspec.filesystem("dayfly"), columns=["a"])
     assert column.num_rows == 1000
+
+
+def test_hugging_face_datasets_read_by_url(session, tmp_path):
+    source = datasets.Dataset.from_dict({"number": range(1000), "text": [f"text {number}" for number in range(1000)]})
+    parts = [source.select(range(0, 600)), source.select(range(600, 1000))]
+    for number, part in enumerate(parts):
+        part.to_parquet(tmp_path / "hub" / f"part-{number}.parquet")
+        part.to_json(tmp_path / "hub" / f"part-{number}.jsonl")
+    source.save_to_disk(tmp_path / "hub" / "saved", num_shards=2)
+    session.stage_in(tmp_path / "hub", "/dayfly/hub")
+    for kind, files in ("parquet", "*.parquet"), ("json", ["part-0.jsonl", "part-1.jsonl"]):
+        urls = [f"dayfly:///dayfly/hub/{name}" for name in ([files] if isinstance(files, str) else files)]
+        loaded = datasets.load_dataset(kind, data_files=urls, split="train", cache_dir=str(tmp_path / "cache"))
+        assert loaded.to_list() == source.to_list()
+        streamed = datasets.load_dataset(kind, data_files={"some": urls}, split="some", streaming=True)
+        assert list(streamed.shuffle(seed=1, buffer_size=50).take(20)) != source.to_list()[:20]
+        assert list(streamed) == source.to_list()
+    saved = datasets.load_from_disk("dayfly:///dayfly/hub/saved")
+    assert saved.to_list() == source.to_list()

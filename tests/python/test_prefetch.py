@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 
 import dayfly
 import dayfly.torch
@@ -137,7 +138,8 @@ if __name__ == "__main__":
         Folder(sys.argv[3]), batch_size=8, shuffle=True, num_workers=2, multiprocessing_context=sys.argv[2]
     )
     loader = dayfly.torch.prefetch(loader)
-    print(sum(len(numbers) for numbers, sizes in loader))
+    print(sum(len(numbers) for numbers, sizes in loader), flush=True)
+    input()
 """
 
 
@@ -151,9 +153,16 @@ def test_the_server_fetches_ahead_of_workers(session, under, tmp_path, method):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     before = hits()
-    printed = subprocess.check_output([sys.executable, program, os.path.dirname(__file__), method, target])
-    assert int(printed) == 200
-    assert hits() - before > 50, "two of three samples are on other nodes"
+    command = [sys.executable, program, os.path.dirname(__file__), method, target]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout.readline() == "200\n"
+        # The server counts a while later, and no longer when the program has ended.
+        deadline = time.monotonic() + 60
+        while hits() - before <= 50:
+            assert time.monotonic() < deadline, "two of three samples are on other nodes"
+            time.sleep(0.1)
+        running.stdin.write("\n")
+    assert running.returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ fn two_new_servers_get_the_blocks_that_both_held_from_the_third_holder() {
 #[test]
 fn copies_on_other_nodes_stay_until_new_servers_have_them_and_new_servers_make_copies_in_place_of_others() {
     // So slow that the new servers do not have their copies back before the cache is turned off.
-    let options = [&QUICK[..], &["--no-rejoin", "--recovery-rate", "4MiB", "--recovery-timeout", "0"]].concat();
+    let options = [&QUICK[..], &["--no-rejoin", "--recovery-rate", "1MiB", "--recovery-timeout", "0"]].concat();
     let (ground, count, len) = (ground(), 600, 30_000);
     fs::create_dir(ground.at("more")).unwrap();
     (0..count).for_each(|number| fs::write(ground.at(format!("more/{number}")), content(number, len)).unwrap());
