@@ -259,6 +259,14 @@ fn a_stage_in_reports_the_end_of_its_session() {
     let message = standard_error_of(&mut child);
     assert!(ended.code() == Some(1) && message.contains("the session was ended"), "{message}");
     cluster.ground.assert_clean();
+    // Also while its servers have not exited yet.
+    let cluster = Ground::new().up(2);
+    let fails = || cluster.fails(1, &["stage-in", "missing", "/dayfly/x"]);
+    let ending = cluster.location().begin_ending().unwrap();
+    assert!(fails().contains("the session was ended"), "{}", fails());
+    drop(ending);
+    assert!(fails().contains("'missing'"), "{}", fails());
+    cluster.down();
 }
 
 /// SEMANTICS: "A file that has more or fewer bytes than its metadata promises, as files in `/proc` have, causes an error that names

@@ -192,14 +192,17 @@ fn check_report(report: &Path, session: &Session) -> Result<(), Failure> {
     Ok(preflight::check_report(report)?)
 }
 
-/// Returns whether the session has ended in the meantime. Servers exit one after another, so once
-/// one on this machine has exited, the others get some time to follow.
+/// Returns whether the session is ending or has ended in the meantime. Servers exit one after another, so once one on this machine has
+/// exited, the others get some time to follow. The session's folder is asked, too, because busy servers exit late.
 fn is_ended(location: &SessionFolder, before: &[NodeId], patience: Duration) -> bool {
     let start = Instant::now();
     loop {
         let live = location.live_nodes();
-        if live.is_empty() || live.len() == before.len() && start.elapsed() > patience || start.elapsed() > ALL_EXIT_TIMEOUT {
-            return live.is_empty();
+        if live.is_empty() || location.is_ended() {
+            return true;
+        }
+        if live.len() == before.len() && start.elapsed() > patience || start.elapsed() > ALL_EXIT_TIMEOUT {
+            return false;
         }
         thread::sleep(Duration::from_millis(5));
     }
