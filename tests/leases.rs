@@ -227,6 +227,36 @@ fn reads_wait_while_the_nodes_own_server_stands_still_and_work_again_afterward()
 }
 
 /// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.
+/// SEMANTICS: "While the node's own server stands still, a read that needs it waits, and the process says so once on standard error."
+#[test]
+fn verify_waits_for_a_server_that_stands_still() {
+    // A tenth of the deadlines: commands that do not read wait for half a second.
+    let cluster = session(2, &["--deadlines-divisor", "10", "--lost-after", "30"], &[8 << 20; 20]);
+    let server = cluster.pids()[&1];
+    let is_midway = |_| {
+        let mut verify = cluster.dayfly();
+        verify.args(["verify", "--from-every-node"]).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut verify = verify.spawn().unwrap();
+        // Each server that has welcomed a process shows it its memory.
+        let maps = format!("/proc/{}/maps", verify.id());
+        let is_attached = || fs::read_to_string(&maps).is_ok_and(|maps| maps.matches("dayfly-region").count() >= 2);
+        wait_until("it is attached to both", || is_attached() || verify_has_ended(verify.id()));
+        signal(server, Signal::SIGSTOP);
+        std::thread::sleep(Deadlines::DEFAULT.scaled(10).heartbeat * 3);
+        let is_midway = verify.try_wait().unwrap().is_none();
+        signal(server, Signal::SIGCONT);
+        let status = harness::wait_for(&mut verify, Duration::from_secs(60)).expect("it ends");
+        assert!(status.success(), "{}", std::io::read_to_string(verify.stderr.take().unwrap()).unwrap());
+        is_midway
+    };
+    assert!((0..20).any(is_midway), "it always ended first");
+    cluster.down();
+}
+
+fn verify_has_ended(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
+}
+
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "leases::child_of_the_leases", "--nocapture"])

@@ -360,14 +360,11 @@ pub(crate) fn assert_within(limit: Duration, start: Instant) {
     assert!(took < limit + late, "took {took:?} instead of at most {limit:?}; this process was late by {late:?}");
 }
 
-/// What takes longer than this never comes, unless the machine is busy.
-const WAIT_LIMIT: Duration = Duration::from_secs(30);
-
 #[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let start = Instant::now();
     while !condition() {
-        assert!(start.elapsed() < WAIT_LIMIT + witness::lateness_since(start), "waited in vain until {what}");
+        assert!(start.elapsed() < HANG_GUARD + witness::lateness_since(start), "waited in vain until {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

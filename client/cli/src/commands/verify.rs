@@ -139,7 +139,8 @@ struct Checker<'a> {
 impl Checker<'_> {
     /// Reads, through one node, the blocks that are assigned to it.
     fn read_from(&self, node: NodeId) -> Result<(), ClientError> {
-        let session = Session::attach_briefly(self.location, node)?;
+        // Waits for a server that stands still, as a program that reads does.
+        let session = Session::attach_to(self.location, node)?;
         for dataset in session.datasets()?.iter() {
             if let Some(within) = part_of(dataset, self.below) {
                 self.read_dataset(&session, dataset, &within, node)?;
