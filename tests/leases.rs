@@ -230,7 +230,7 @@ fn reads_wait_while_the_nodes_own_server_stands_still_and_work_again_afterward()
 /// SEMANTICS: "While the node's own server stands still, a read that needs it waits, and the process says so once on standard error."
 #[test]
 fn verify_waits_for_a_server_that_stands_still() {
-    // A tenth of the deadlines: commands that do not read wait for half a second.
+    // A tenth of the deadlines, so that the server need not stand still for long.
     let cluster = session(2, &["--deadlines-divisor", "10", "--lost-after", "30"], &[8 << 20; 20]);
     let server = cluster.pids()[&1];
     let is_midway = |_| {

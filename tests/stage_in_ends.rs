@@ -265,7 +265,7 @@ fn a_stage_in_reports_the_end_of_its_session() {
     let ending = cluster.location().begin_ending().unwrap();
     assert!(fails().contains("the session was ended"), "{}", fails());
     drop(ending);
-    assert!(fails().contains("'missing'"), "{}", fails());
+    assert!(fails().contains("/missing'"), "{}", fails());
     cluster.down();
 }
 
