@@ -157,6 +157,26 @@ fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
     }
 }
 
+/// A server may take `--start-timeout` to join, and so may a new server in the place of a dead one.
+#[test]
+fn a_server_whose_drive_is_slow_joins() {
+    if !harness::strace::is_possible() {
+        return;
+    }
+    let hosts = Hosts::new();
+    let slow = "strace -f -qq -o /dev/null -e trace=statfs -e inject=statfs:delay_enter=3000000:when=1";
+    let first = r#"while [ "${1#-}" != "$1" ]; do shift 2; done; host=$1; shift; [ $host = h2 ] || exec sh -c "$*""#;
+    hosts.stand_in("ssh", &format!("{first}; exec {slow} sh -c \"$*\""));
+    // A tenth of the deadlines, which are about messages and not about drives.
+    let (cluster, _) = hosts.up(&["--hosts", "h1,h2", "--deadlines-divisor", "10"]);
+    let dead = cluster.pids()[&1];
+    cluster.kill(1);
+    wait_until("a new server is a member", || {
+        cluster.pids().get(&1).is_some_and(|&pid| pid != dead) && cluster.status_on(0)["nodes"][1]["lost_for_ms"].is_null()
+    });
+    cluster.down();
+}
+
 #[test]
 fn up_in_the_foreground_lives_as_long_as_its_session() {
     let ground = Ground::new();

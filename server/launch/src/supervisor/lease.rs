@@ -259,7 +259,7 @@ impl Lease {
     /// Waits for a server that has dialed to say who it is.
     fn dialed(&mut self, channel: Channel) {
         if self.dialers.len() < DIALERS_MAX {
-            self.dialers.spawn(newcomer::greet(channel, self.deadlines.handshake));
+            self.dialers.spawn(newcomer::greet(channel, self.replacements.request().start_timeout));
         }
     }
 

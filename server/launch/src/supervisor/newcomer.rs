@@ -33,7 +33,8 @@ pub(super) struct Candidate {
     pub(super) channel: Channel,
 }
 
-/// Waits for the first message of a server that has dialed. Returns `None` if it is of no use to the session.
+/// Waits for the first message of a server that has dialed. A new server examines its node first, whose drives may be slow. Returns
+/// `None` if it is of no use to the session.
 pub(super) async fn greet(mut channel: Channel, limit: Duration) -> Option<Dialed> {
     match timeout(limit, receive_from_server(&mut channel.receiver)).await.ok()?.ok()? {
         FromServer::Resume { node, incarnation } => Some(Dialed::Resumed { node: NodeId(node), incarnation, channel }),

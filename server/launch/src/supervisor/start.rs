@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::id::SessionId;
 use dayfly_server::channel::{Channel, Listener, Receiver, Sender};
 use dayfly_server::{Ability, Agreement, Key, Preference, agree};
@@ -35,9 +34,6 @@ const WAITING_NOTICE_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duratio
 const HELLOS_WAITING_MAX: usize = 64;
 /// How long the supervisor waits for the report of a server that failed, after node 0 has reported that it cannot reach that server.
 const OWN_REPORT_WAIT: Duration = Duration::from_secs(1);
-/// A server may take this many handshake timeouts to send its hello. The server first examines
-/// its node, which takes almost no time.
-const HELLO_TIMEOUT_FACTOR: u32 = 5;
 
 /// The information that a supervisor needs to start a session.
 pub(crate) struct StartRequest {
@@ -238,14 +234,15 @@ impl SessionStart {
         let mut receivers = JoinSet::new();
         let mut shown_warnings = BTreeSet::new();
         let mut next_notice = Instant::now() + WAITING_NOTICE_INTERVALS[0];
-        let Deadlines { handshake, .. } = self.request.invitation.settings.deadlines;
+        let deadline = self.deadline;
         while self.awaited().next().is_some() {
             tokio::select! {
                 channel = listener.accept() => {
                     let hello_sender = hello_sender.clone();
                     receivers.spawn(async move {
                         let Channel { sender, mut receiver, local, far: remote } = channel;
-                        let hello = timeout(handshake * HELLO_TIMEOUT_FACTOR, receive_from_server(&mut receiver)).await;
+                        // The server examines its node first, whose drives may be slow.
+                        let hello = timeout_at(deadline, receive_from_server(&mut receiver)).await;
                         let hello = hello.unwrap_or_else(|_| Err("its server connected and sent nothing".to_owned()));
                         let _ = hello_sender.send((sender, receiver, local, remote, hello)).await;
                     });
@@ -506,6 +503,7 @@ fn server_failed(member: &Member, reason: String) -> LaunchError {
 
 #[cfg(test)]
 mod tests {
+    use dayfly_meta::deadlines::Deadlines;
     use dayfly_server::channel::dial;
 
     use super::*;
