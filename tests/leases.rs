@@ -226,7 +226,6 @@ fn reads_wait_while_the_nodes_own_server_stands_still_and_work_again_afterward()
     cluster.down();
 }
 
-/// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.
 /// SEMANTICS: "While the node's own server stands still, a read that needs it waits, and the process says so once on standard error."
 #[test]
 fn verify_waits_for_a_server_that_stands_still() {
@@ -257,6 +256,7 @@ fn verify_has_ended(pid: u32) -> bool {
     fs::read_to_string(format!("/proc/{pid}/stat")).map_or(true, |stat| stat.contains(") Z "))
 }
 
+/// Starts this test binary as a child process that runs `child_of_the_leases` with these words as its instructions.
 fn child(cluster: &Cluster, words: &str) -> Child {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "leases::child_of_the_leases", "--nocapture"])
