@@ -312,7 +312,7 @@ fn ci_runs_a_failed_test_once_more_only_if_it_was_starved() {
 /// deadline.
 #[test]
 fn tests_leave_time_limits_to_the_harness() {
-    let about_deadlines = ["faults.rs", "leases.rs", "read_path.rs"].map(|name| Path::new("tests").join(name));
+    let about_deadlines = ["faults.rs", "launch.rs", "leases.rs", "read_path.rs"].map(|name| Path::new("tests").join(name));
     for (path, file) in sources().all().filter(|(path, _)| {
         path.starts_with("tests") && !path.starts_with("tests/harness") && *path != Path::new("tests/tidy.rs")
     }) {

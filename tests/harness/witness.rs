@@ -166,7 +166,8 @@ impl Witness {
         lateness().saturating_sub(self.late_before)
     }
 
-    fn run_delay(&self) -> Duration {
+    /// Returns how long the thread of a server that waited most has waited for a processor.
+    pub(crate) fn run_delay(&self) -> Duration {
         locked(&self.servers.seen).starved.values().max().copied().unwrap_or_default()
     }
 
