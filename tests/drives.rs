@@ -188,3 +188,21 @@ fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
     harness::wait_until("the drive answers again", || hung.iter().all(|&number| read(&view, number, LEN).is_ok()));
     cluster.down();
 }
+
+#[test]
+fn a_server_answers_while_it_asks_its_drive_for_its_free_room() {
+    const LEN: usize = 3000;
+    let cluster = ground(60, LEN).up(2);
+    cluster.stage(&[&cluster.at("d")], "/dayfly/d");
+    cluster.ok(&["tune", "--cache", "off"]);
+    let Some(tampering) = Tampering::with(cluster.pids()[&1], "statfs:delay_enter=5000000") else { return };
+    let mut status = cluster.dayfly().arg("status").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    assert_eq!(read_all(&cluster, 60, LEN), []);
+    // Without this, reads that had waited for the drive would end a moment before the status does.
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(status.try_wait().unwrap().is_none(), "the files were not read before the drive answered");
+    status.wait().unwrap();
+    drop(tampering);
+    cluster.down();
+}

@@ -1,6 +1,7 @@
 //! Runs blocking work on threads of its own, because the runtime's threads move messages and must not wait. The server receives
 //! an implementation of [`Blocking`], so that a simulation can decide in which order such work proceeds.
 
+use std::cell::Cell;
 use std::future::poll_fn;
 use std::pin::{Pin, pin};
 use std::task::Poll;
@@ -38,6 +39,21 @@ impl Blocking for Threads {
 #[error("work on this node ended without a result: it panicked, or the server is shutting down")]
 pub(crate) struct JobLost;
 
+thread_local! {
+    /// Whether this thread runs a job.
+    static IS_IN_JOB: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Panics, in debug builds, on a thread that moves messages. Functions that wait for a drive call it: while such a thread waits, all
+/// other nodes and processes wait for it.
+#[track_caller]
+pub(crate) fn assert_may_wait() {
+    debug_assert!(
+        IS_IN_JOB.get() || cfg!(test) || Handle::try_current().is_err(),
+        "waits for a drive on a thread that moves messages"
+    );
+}
+
 impl dyn Blocking {
     /// Starts a job at once and returns a future for its result. Dropping the future does not stop the job.
     pub(crate) fn run<T, F>(&self, job: F) -> impl Future<Output = Result<T, JobLost>> + Send + use<T, F>
@@ -47,7 +63,11 @@ impl dyn Blocking {
     {
         let (done, result) = oneshot::channel();
         // The receiver is gone if the caller no longer waits for the result.
-        self.start(Box::new(move || drop(done.send(job()))));
+        self.start(Box::new(move || {
+            // The threads of jobs never run anything else.
+            IS_IN_JOB.set(true);
+            drop(done.send(job()));
+        }));
         async move { result.await.map_err(|_| JobLost) }
     }
 

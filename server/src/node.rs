@@ -255,7 +255,12 @@ impl NodeParts {
     fn service(&self) -> NodeService {
         let (stage_ins, damage) = (self.stage_ins.clone(), self.damage.clone());
         NodeService {
-            reads: Reads { store: self.store.clone(), stage_ins: stage_ins.clone(), fetcher: self.fetcher.clone() },
+            reads: Reads {
+                store: self.store.clone(),
+                stage_ins: stage_ins.clone(),
+                fetcher: self.fetcher.clone(),
+                blocking: self.blocking.clone(),
+            },
             offers: Offers { stage_ins: stage_ins.clone(), damage },
             coordination: Coordination { coordinator: self.coordinator.clone() },
             stage_ins: StageIns { stage_ins },
@@ -264,6 +269,7 @@ impl NodeParts {
                 status: self.status.clone(),
                 room: self.room.clone(),
                 catch_up: self.catch_up.clone(),
+                blocking: self.blocking.clone(),
                 last_answer: self.config.deadlines.last_answer,
             },
         }

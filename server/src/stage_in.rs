@@ -47,7 +47,7 @@ use tokio::task::JoinSet;
 use tracing::Instrument;
 
 use crate::arena::{Arena, KeptNumbers};
-use crate::blocking::Blocking;
+use crate::blocking::{Blocking, assert_may_wait};
 use crate::ingest::Ingest;
 use crate::membership::decision::Promise;
 use crate::peers::{PeerError, Peers};
@@ -402,14 +402,14 @@ impl NodeStageIn {
         Ok((runs.iter().map(|run| run.len).collect(), *counted))
     }
 
-    /// Reads at most `room` bytes of a run.
+    /// Reads at most `room` bytes of a run. Waits for its drive.
     pub(crate) fn read_run(&self, run: u32, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
         let runs = self.runs.borrow().clone().ok_or(NodeStageInError::NotFinished)?.map_err(NodeStageInError::Failed)?;
         let run = runs.get(run as usize).ok_or(NodeStageInError::NoSuchRun(run))?;
         read_some(&run.file, &run.drive, offset, room.min(run.len.saturating_sub(offset)))
     }
 
-    /// Reads at most `room` bytes of the catalog.
+    /// Reads at most `room` bytes of the catalog. Waits for its drive.
     pub(crate) fn read_catalog(&self, offset: u64, room: u64) -> Result<Vec<u8>, NodeStageInError> {
         let catalog = self.publication().catalog.clone().ok_or(NodeStageInError::NoCatalog)?;
         let drive = &self.catalog_drive;
@@ -438,6 +438,7 @@ fn dataset_id(stage_in: u64) -> DatasetId {
 }
 
 fn read_some(file: &File, drive: &Drive, offset: u64, len: u64) -> Result<Vec<u8>, NodeStageInError> {
+    assert_may_wait();
     let mut bytes = vec![0; len.min(BATCH_LEN_MAX as u64) as usize];
     file.read_exact_at(&mut bytes, offset).map_err(|error| NodeStageInError::ReadBack(drive.failure(error)))?;
     Ok(bytes)

@@ -44,7 +44,7 @@ pub(crate) struct StatusReporter {
 }
 
 impl StatusReporter {
-    /// Returns the status of this node.
+    /// Returns the status of this node. Waits for its drives.
     pub(crate) fn node_status(&self) -> NodeStatus {
         let datasets = self.store.datasets();
         let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();

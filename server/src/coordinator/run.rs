@@ -279,8 +279,9 @@ async fn make_plan(
 ) -> Result<(StageInPlan, Arc<Drive>), CoordinatorError> {
     let (sources, selection, seed) = (request.sources.clone(), request.selection.clone(), request.seed);
     let workers = (context.peers.count() * context.workers) as u64;
-    let drive = context.store.roomiest_drive();
+    let store = context.store.clone();
     let planning = context.blocking.run(move || {
+        let drive = store.roomiest_drive();
         let scratch = drive.unnamed_file().map_err(StageInError::TempFile)?;
         let plan_request = PlanRequest { patterns: &sources, selection: &selection, seed, workers };
         let planned = plan::plan_sources(&plan_request, scratch, &monitor).map_err(|error| name_drive(&drive, error));

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, Answered, Rejection, RejectionKind};
 
+use crate::blocking::Blocking;
 use crate::catch_up::CatchUp;
 use crate::membership::{Membership, from_wire};
 use crate::room::Room;
@@ -17,6 +18,7 @@ pub(crate) struct Administration {
     pub(crate) status: Arc<StatusReporter>,
     pub(crate) room: Arc<Room>,
     pub(crate) catch_up: Arc<CatchUp>,
+    pub(crate) blocking: Arc<dyn Blocking>,
     /// How long the last answer may take to go out before the server exits.
     pub(crate) last_answer: Duration,
 }
@@ -24,7 +26,11 @@ pub(crate) struct Administration {
 impl Administration {
     pub(super) async fn answer(&self, request: AdministrationRequest) -> Answered<AdministrationReply> {
         match request {
-            AdministrationRequest::Status => Ok(AdministrationReply::Status(Box::new(self.status.node_status()))),
+            AdministrationRequest::Status => {
+                let status = self.status.clone();
+                let taken = self.blocking.run(move || Box::new(status.node_status())).await;
+                Ok(AdministrationReply::Status(taken.map_err(|lost| Rejection::new(RejectionKind::Failed, lost))?))
+            }
             AdministrationRequest::Tune(policy) => {
                 self.room.set_policy(policy).await?;
                 Ok(AdministrationReply::Done)

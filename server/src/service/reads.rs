@@ -9,6 +9,7 @@ use dayfly_meta::limits::BATCH_LEN_MAX;
 use dayfly_meta::wire::peer::{Answered, ReadReply, ReadRequest, Rejection, RejectionKind};
 use dayfly_transport::Piece;
 
+use crate::blocking::Blocking;
 use crate::fetch::{Fetcher, Served};
 use crate::stage_in::NodeStageIns;
 use crate::store::{Dataset, Store};
@@ -18,6 +19,7 @@ pub(crate) struct Reads {
     pub(crate) store: Arc<Store>,
     pub(crate) stage_ins: Arc<NodeStageIns>,
     pub(crate) fetcher: Arc<Fetcher>,
+    pub(crate) blocking: Arc<dyn Blocking>,
 }
 
 impl Reads {
@@ -35,20 +37,40 @@ impl Reads {
                 Ok((ReadReply::Chunks { missing, reasons }, pieces))
             }
             ReadRequest::Run { stage_in, run, offset } => {
-                Ok(with_checksum(self.stage_ins.get(stage_in)?.read_run(run, offset, first_room)?))
+                let stage_in = self.stage_ins.get(stage_in)?;
+                self.read_bytes(move || stage_in.read_run(run, offset, first_room)).await
             }
             ReadRequest::DatasetCatalog { dataset, offset } => {
                 let dataset = self.readable_dataset(dataset).ok_or_else(no_such_dataset)?;
                 let len = dataset.catalog().header().file_len.saturating_sub(offset).min(first_room).min(BATCH_LEN_MAX as u64);
-                let mut bytes = vec![0; len as usize];
-                let read = dataset.catalog_file().read_exact_at(&mut bytes, offset);
-                read.map_err(|error| Rejection::new(RejectionKind::DriveFailed, format!("cannot read a catalog: {error}")))?;
-                Ok(with_checksum(bytes))
+                let failed = |error| Rejection::new(RejectionKind::DriveFailed, format!("cannot read a catalog: {error}"));
+                let read = move || {
+                    let mut bytes = vec![0; len as usize];
+                    dataset.catalog_file().read_exact_at(&mut bytes, offset).map_err(failed)?;
+                    Ok::<_, Rejection>(bytes)
+                };
+                self.read_bytes(read).await
             }
             ReadRequest::Catalog { stage_in, offset } => {
-                Ok(with_checksum(self.stage_ins.get(stage_in)?.read_catalog(offset, first_room)?))
+                let stage_in = self.stage_ins.get(stage_in)?;
+                self.read_bytes(move || stage_in.read_catalog(offset, first_room)).await
             }
         }
+    }
+
+    /// Answers with what `read` reads from a drive.
+    async fn read_bytes<E: 'static>(
+        &self,
+        read: impl FnOnce() -> Result<Vec<u8>, E> + Send + 'static,
+    ) -> Answered<(ReadReply, Vec<Piece>)>
+    where
+        Rejection: From<E>,
+    {
+        let answer = move || {
+            let bytes = read()?;
+            Ok((ReadReply::Bytes { checksum: checksum(&bytes) }, vec![Piece::Bytes(bytes)]))
+        };
+        self.blocking.run(answer).await.map_err(|lost| Rejection::new(RejectionKind::Failed, lost))?
     }
 
     /// Returns a dataset that peers may read: one that is visible here, or one that peers show before or after this node does.
@@ -61,8 +83,4 @@ impl Reads {
 
 fn no_such_dataset() -> Rejection {
     Rejection::new(RejectionKind::NoSuchDataset, "the dataset does not exist, or no longer exists")
-}
-
-fn with_checksum(bytes: Vec<u8>) -> (ReadReply, Vec<Piece>) {
-    (ReadReply::Bytes { checksum: checksum(&bytes) }, vec![Piece::Bytes(bytes)])
 }

@@ -117,9 +117,11 @@ impl NodeStageIn {
         preparing.await?
     }
 
-    async fn fetch_catalog(&self, drive: &Drive, from: NodeId, len: u64) -> Result<Arc<File>, NodeStageInError> {
-        let cannot_write = |error| NodeStageInError::WriteCatalog(drive.failure(error));
-        let file = drive.unnamed_file().map_err(NodeStageInError::WriteCatalog)?;
+    async fn fetch_catalog(&self, drive: &Arc<Drive>, from: NodeId, len: u64) -> Result<Arc<File>, NodeStageInError> {
+        let blocking = &self.context.blocking;
+        let creating = drive.clone();
+        let created = blocking.run(move || creating.unnamed_file()).await?;
+        let file = Arc::new(created.map_err(NodeStageInError::WriteCatalog)?);
         let mut offset = 0;
         while offset < len {
             let request = ReadRequest::Catalog { stage_in: self.number, offset };
@@ -128,10 +130,12 @@ impl NodeStageIn {
             if bytes.is_empty() {
                 return Err(NodeStageInError::ShortCatalog { from });
             }
-            file.write_all_at(&bytes, offset).map_err(cannot_write)?;
-            offset += bytes.len() as u64;
+            let (written, drive) = (file.clone(), drive.clone());
+            let writing =
+                move || written.write_all_at(&bytes, offset).map(|()| bytes.len()).map_err(|error| drive.failure(error));
+            offset += blocking.run(writing).await?.map_err(NodeStageInError::WriteCatalog)? as u64;
         }
-        Ok(Arc::new(file))
+        Ok(file)
     }
 
     /// Makes the prepared dataset visible. Does nothing if it is visible already.

@@ -23,6 +23,7 @@ use super::drive::{Drive, Reservation, read_only};
 use super::segment::Segments;
 use super::shared_file;
 use super::taken_over::TakenOver;
+use crate::blocking::assert_may_wait;
 
 /// Dead blocks (blocks that the catalog does not contain) are freed only if they take more than this many bytes. Otherwise,
 /// looking for them costs more than their room is worth.
@@ -333,6 +334,7 @@ impl Dataset {
     /// Reads a chunk from the drive on which this node caches the chunk's block. Returns `None` if it is not cached, if the copy
     /// was withdrawn meanwhile, or if it cannot be read. May wait for the drive. The caller verifies the bytes.
     pub(crate) fn read_cached(&self, chunk: Chunk) -> Option<Vec<u8>> {
+        assert_may_wait();
         let location = self.locations.find(chunk.block)?;
         let Location::Cached(position) = location else { return None };
         let mut bytes = vec![0; self.chunk(chunk)?.len as usize];

@@ -16,6 +16,7 @@ use nix::sys::statvfs::statvfs;
 #[cfg(test)]
 use super::write_back::Kernel;
 use super::write_back::WriteBack;
+use crate::blocking::assert_may_wait;
 
 /// A drive failed. The message names the data dir and what the user can do.
 #[derive(Debug, thiserror::Error)]
@@ -150,6 +151,7 @@ impl Drive {
 
     /// Creates a file without a name in the data dir. Its room is freed when its last descriptor is closed.
     pub(crate) fn unnamed_file(&self) -> io::Result<File> {
+        assert_may_wait();
         unnamed_file(&self.path).map_err(|error| self.failure(error))
     }
 
@@ -178,6 +180,7 @@ impl Drive {
 
     /// Returns the part of our capacity that would be free if other programs had left it free.
     pub(super) fn free_but_for_others(&self) -> u64 {
+        assert_may_wait();
         let size = statvfs(&self.path).map_or(0, |stat| stat.blocks() * stat.fragment_size());
         self.share().max(self.grown(size)).saturating_sub(self.used())
     }
@@ -206,6 +209,7 @@ impl Drive {
     /// Returns the bytes that any program may still write to the file system, or the free part of our capacity if the file system
     /// does not report them.
     pub(super) fn free_on_file_system(&self) -> u64 {
+        assert_may_wait();
         free_bytes(&self.path).unwrap_or_else(|_| self.free())
     }
 

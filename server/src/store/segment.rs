@@ -20,6 +20,7 @@ use nix::sys::uio::pwritev;
 use super::drive::{Drive, Reservation};
 use super::pages::Pages;
 use super::write_back::Unsynced;
+use crate::blocking::assert_may_wait;
 
 /// A dataset's segments, by drive.
 pub(crate) struct Segments {
@@ -122,6 +123,7 @@ impl Segments {
 
     /// Writes bytes at an allocated position, and starts to bring them onto the drive.
     pub(crate) fn write(&self, position: DrivePosition, bytes: &[u8]) -> io::Result<()> {
+        assert_may_wait();
         let segment = self.segment(position.drive)?;
         let written = segment.file.write_all_at(bytes, position.offset);
         written.map_err(|error| segment.drive.failure(error))?;
