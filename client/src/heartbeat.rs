@@ -289,4 +289,57 @@ mod tests {
             assert!((0..2 * HEARTBEAT_POLLS).all(|_| poll(&client).is_ok()));
         }
     }
+
+    /// What the server does for a while, and what this process does meanwhile, at random. The client gives up exactly when its own
+    /// polls, or the server's beats, have reached their bound since the last sign of life, and goes on with the next one.
+    #[test]
+    fn whatever_server_and_client_do_the_client_gives_up_exactly_at_its_bounds() {
+        let (mut gave_up, mut returned) = (0, 0);
+        for seed in 1..=2000_u64 {
+            let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            let mut below = |limit: u64| {
+                (state ^= state << 13, state ^= state >> 7, state ^= state << 17);
+                state % limit
+            };
+            let (server, client) = pair();
+            let client = aged(client);
+            let bounds = (u64::from(client.timeouts.silent_polls()), u64::from(client.timeouts.deadlock_beats));
+            // Polls since the client saw a word move, beats since it saw a turn, and what has moved since it looked.
+            let (mut polls, mut beats, mut unseen, mut was_given_up) = (0, 0, (0, false), false);
+            for _ in 0..6 {
+                // It runs, its runtime does not, or neither does; and the process is stopped, works, or waits.
+                let (does, waits) = (below(3), below(3));
+                for _ in 0..below(2 * bounds.0) {
+                    if does <= 1 && below(4) == 0 {
+                        server.advance_beats();
+                        unseen.0 += 1;
+                    }
+                    if does == 0 && below(4) == 0 {
+                        server.advance_turns();
+                        unseen.1 = true;
+                    }
+                    if waits == 0 {
+                        continue;
+                    }
+                    match std::mem::take(&mut unseen) {
+                        (_, true) => (polls, beats) = (0, 0),
+                        (0, false) => {}
+                        (more, false) => (polls, beats) = (0, beats + more),
+                    }
+                    let is_given_up = |polls, beats| polls >= bounds.0 || beats >= bounds.1;
+                    let has_failed = if waits == 1 || is_given_up(polls, beats) {
+                        client.check(client.timeouts).is_err()
+                    } else {
+                        polls += 1;
+                        poll(&client).is_err()
+                    };
+                    assert_eq!(has_failed, is_given_up(polls, beats), "seed {seed}");
+                    gave_up += u64::from(has_failed && !was_given_up);
+                    returned += u64::from(!has_failed && was_given_up);
+                    was_given_up = has_failed;
+                }
+            }
+        }
+        assert!(gave_up > 1000 && returned > 1000, "{gave_up} {returned}");
+    }
 }
