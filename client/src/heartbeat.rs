@@ -298,7 +298,9 @@ mod tests {
         for seed in 1..=2000_u64 {
             let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15);
             let mut below = |limit: u64| {
-                (state ^= state << 13, state ^= state >> 7, state ^= state << 17);
+                state ^= state << 13;
+                state ^= state >> 7;
+                state ^= state << 17;
                 state % limit
             };
             let (server, client) = pair();

@@ -38,7 +38,7 @@ use crate::room::Room;
 use crate::service::{Administration, Coordination, NodeService, Offers, Reads, StageIns};
 use crate::stage_in::{NodeStageIns, StageInContext};
 use crate::stats::{ClientReads, Damage};
-use crate::status::StatusReporter;
+use crate::status::{DriveRooms, StatusReporter};
 use crate::store::Store;
 
 /// Bytes of memory for runs and catalogs that arrive from peers. They do not belong in the arena.
@@ -206,7 +206,7 @@ impl NodeParts {
             processes: processes.clone(),
             fetcher: fetcher.clone(),
             prefetcher: prefetcher.clone(),
-            stage_ins: stage_ins.clone(),
+            drives: DriveRooms::new(store.clone(), stage_ins.clone(), blocking.clone(), config.deadlines.request / 4),
             client_reads: client_reads.clone(),
             damage: damage.clone(),
             peers: peers.clone(),
@@ -269,7 +269,6 @@ impl NodeParts {
                 status: self.status.clone(),
                 room: self.room.clone(),
                 catch_up: self.catch_up.clone(),
-                blocking: self.blocking.clone(),
                 last_answer: self.config.deadlines.last_answer,
             },
         }

@@ -1,10 +1,10 @@
 //! The status of a node and of its session, put together from the counters of all parts.
 
-use std::collections::HashMap;
-use std::fs::File;
-use std::os::unix::fs::MetadataExt;
+mod drives;
+
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use dayfly_meta::limits::PAGE_SIZE;
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest};
@@ -13,17 +13,17 @@ use dayfly_transport::Transport;
 use futures_util::future::join_all;
 
 use crate::arena::Arena;
+use crate::blocking::JobLost;
 use crate::fetch::Fetcher;
 use crate::peers::{PeerError, Peers};
 use crate::prefetch::Prefetcher;
 use crate::processes::Processes;
 use crate::recovery::RecoveryProgress;
-use crate::stage_in::NodeStageIns;
 use crate::stats::{ClientReads, Damage};
 use crate::store::{Dataset, Store};
 
-/// The unit in which `stat` counts a file's space.
-const BLOCK_LEN: u64 = 512;
+use self::drives::DriveRoom;
+pub(crate) use self::drives::DriveRooms;
 
 /// Reads the counters of a node's parts.
 pub(crate) struct StatusReporter {
@@ -35,7 +35,7 @@ pub(crate) struct StatusReporter {
     pub(crate) processes: Arc<Processes>,
     pub(crate) fetcher: Arc<Fetcher>,
     pub(crate) prefetcher: Arc<Prefetcher>,
-    pub(crate) stage_ins: Arc<NodeStageIns>,
+    pub(crate) drives: Arc<DriveRooms>,
     pub(crate) client_reads: Arc<ClientReads>,
     pub(crate) damage: Arc<Damage>,
     pub(crate) peers: Arc<Peers>,
@@ -44,8 +44,14 @@ pub(crate) struct StatusReporter {
 }
 
 impl StatusReporter {
-    /// Returns the status of this node. Waits for its drives.
-    pub(crate) fn node_status(&self) -> NodeStatus {
+    /// Returns the status of this node.
+    pub(crate) async fn node_status(&self) -> Result<NodeStatus, JobLost> {
+        let (room, silence) = self.drives.room().await?;
+        Ok(self.with_room(room, silence))
+    }
+
+    fn with_room(&self, room: DriveRoom, silence: Duration) -> NodeStatus {
+        let DriveRoom { free_bytes, file_systems, taken_bytes } = room;
         let datasets = self.store.datasets();
         let sum = |count: &dyn Fn(&Dataset) -> u64| datasets.iter().map(|dataset| count(dataset)).sum();
         let (arena_used_bytes, leases) = self.arena.usage();
@@ -67,9 +73,10 @@ impl StatusReporter {
             used_bytes: self.store.used().saturating_sub(self.store.evictable_room()),
             mapped_bytes: self.store.shared_copies_bytes(),
             capacity_bytes: self.store.capacity(),
-            free_bytes: self.store.free() + self.store.unused_copies_bytes(),
-            file_systems: self.store.file_systems(),
-            taken_bytes: self.taken_bytes(),
+            free_bytes,
+            file_systems,
+            taken_bytes,
+            drives_silent_ms: silence.as_millis() as u64,
             cached_room_bytes: self.store.evictable_room(),
             arena_bytes: self.arena.len(),
             arena_used_bytes,
@@ -101,20 +108,6 @@ impl StatusReporter {
             policy: self.prefetcher.policy(),
             network: self.transport.status(),
         }
-    }
-
-    /// Returns the space that the files of datasets and stage-ins take, as their file systems count it.
-    fn taken_bytes(&self) -> u64 {
-        let datasets = self.store.datasets();
-        // While a stage-in publishes its dataset, the stage-in and the dataset share their segments. The map counts each file
-        // only once.
-        let files: HashMap<*const File, Arc<File>> = datasets
-            .iter()
-            .flat_map(|dataset| dataset.segments().files().chain([dataset.catalog_file()]))
-            .chain(self.stage_ins.all().iter().flat_map(|stage_in| stage_in.ingest().segments().files()))
-            .map(|file| (Arc::as_ptr(file), file.clone()))
-            .collect();
-        files.values().filter_map(|file| file.metadata().ok()).map(|metadata| metadata.blocks() * BLOCK_LEN).sum()
     }
 
     /// Returns the status of all nodes. A node that cannot be asked has an entry that says why.

@@ -212,6 +212,8 @@ pub struct NodeStatus {
     /// Bytes that all files of the node take, as its file systems count them, including cached
     /// blocks and reserved room.
     pub taken_bytes: u64,
+    /// How long ago the drives said the last three figures, in milliseconds, if they do not answer now; else 0.
+    pub drives_silent_ms: u64,
     /// The part of [`Self::taken_bytes`] that cached blocks take and can give up.
     pub cached_room_bytes: u64,
     /// Size of the arena in bytes.

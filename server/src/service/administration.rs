@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use dayfly_meta::wire::peer::{AdministrationReply, AdministrationRequest, Answered, Rejection, RejectionKind};
 
-use crate::blocking::Blocking;
 use crate::catch_up::CatchUp;
 use crate::membership::{Membership, from_wire};
 use crate::room::Room;
@@ -18,7 +17,6 @@ pub(crate) struct Administration {
     pub(crate) status: Arc<StatusReporter>,
     pub(crate) room: Arc<Room>,
     pub(crate) catch_up: Arc<CatchUp>,
-    pub(crate) blocking: Arc<dyn Blocking>,
     /// How long the last answer may take to go out before the server exits.
     pub(crate) last_answer: Duration,
 }
@@ -27,9 +25,8 @@ impl Administration {
     pub(super) async fn answer(&self, request: AdministrationRequest) -> Answered<AdministrationReply> {
         match request {
             AdministrationRequest::Status => {
-                let status = self.status.clone();
-                let taken = self.blocking.run(move || Box::new(status.node_status())).await;
-                Ok(AdministrationReply::Status(taken.map_err(|lost| Rejection::new(RejectionKind::Failed, lost))?))
+                let status = self.status.node_status().await;
+                Ok(AdministrationReply::Status(Box::new(status.map_err(|lost| Rejection::new(RejectionKind::Failed, lost))?)))
             }
             AdministrationRequest::Tune(policy) => {
                 self.room.set_policy(policy).await?;

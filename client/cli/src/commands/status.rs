@@ -148,6 +148,12 @@ fn show_tables(session: &Session, status: &SessionStatus) {
         }
     }
     for NodeEntry { node, status, .. } in &status.nodes {
+        if let Ok(NodeStatus { drives_silent_ms: silent_ms @ 1.., .. }) = status {
+            let seconds = silent_ms / 1000;
+            print_line!("node {node}: its drives do not answer; what is taken and free is what they said {seconds} s ago");
+        }
+    }
+    for NodeEntry { node, status, .. } in &status.nodes {
         let Ok(NodeStatus { recovery, .. }) = status else { continue };
         if recovery.wanted.count > 0 || !recovery.is_scanned {
             print_line!("node {node} {}", recovery_line(recovery));
@@ -268,6 +274,7 @@ fn as_json(session: &Session, status: &SessionStatus) -> Value {
                 })).collect::<Vec<_>>(),
             });
             value["mapped_bytes"] = json!(status.mapped_bytes);
+            value["drives_silent_ms"] = json!(status.drives_silent_ms);
             value["origins"] = origins(status);
             value["copies"] = json!({ "blocks": status.copies.count, "bytes": status.copies.bytes });
             value["recovery"] = recovery_as_json(&status.recovery);
