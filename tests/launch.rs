@@ -150,10 +150,10 @@ fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
         assert_eq!(cluster.pids(), servers);
         // A session ends if only its supervisor is silent, as if the supervisor's machine were gone.
         signal(supervisor, Signal::SIGSTOP);
-        let (start, before) = (Instant::now(), cluster.ground.witness.run_delay());
+        let (start, before) = (Instant::now(), cluster.ground.witness.run_delays());
         wait_until("the servers have ended", || cluster.pids().is_empty());
         // Servers count the time in ticks of their own, so it grows by their waits for a processor.
-        let waits = cluster.ground.witness.run_delay() - before;
+        let waits = cluster.ground.witness.run_delay_since(&before);
         harness::assert_within(lease + Duration::from_secs(3) + waits, start);
         signal(supervisor, Signal::SIGCONT);
         cluster.wait_until_clean("the supervisor has cleaned up");

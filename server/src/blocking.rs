@@ -45,7 +45,8 @@ thread_local! {
 }
 
 /// Panics, in debug builds, on a thread that moves messages. Functions that wait for a drive call it: while such a thread waits, all
-/// other nodes and processes wait for it.
+/// other nodes and processes wait for it. A thread outside the runtime moves none. Unit tests call these functions directly, and are
+/// not checked.
 #[track_caller]
 pub(crate) fn assert_may_wait() {
     debug_assert!(

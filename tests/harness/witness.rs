@@ -166,9 +166,19 @@ impl Witness {
         lateness().saturating_sub(self.late_before)
     }
 
-    /// Returns how long the thread of a server that waited most has waited for a processor.
-    pub(crate) fn run_delay(&self) -> Duration {
-        locked(&self.servers.seen).starved.values().max().copied().unwrap_or_default()
+    /// Returns how long each thread of the servers has waited for a processor.
+    pub(crate) fn run_delays(&self) -> HashMap<i32, Duration> {
+        locked(&self.servers.seen).starved.clone()
+    }
+
+    /// Returns the longest time that one of these threads has waited since [`Self::run_delays`] returned `before`.
+    pub(crate) fn run_delay_since(&self, before: &HashMap<i32, Duration>) -> Duration {
+        let waits = |(thread, wait): (&i32, &Duration)| wait.saturating_sub(before.get(thread).copied().unwrap_or_default());
+        locked(&self.servers.seen).starved.iter().map(waits).max().unwrap_or_default()
+    }
+
+    fn run_delay(&self) -> Duration {
+        self.run_delay_since(&HashMap::new())
     }
 
     /// Prints the measurements, and panics of the servers, if the test fails or was starved. The lines come only once.

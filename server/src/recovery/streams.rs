@@ -141,7 +141,7 @@ impl Recovery {
         let is_read = outcome.is_ok();
         let is_taken_by_others = outcome.is_ok() && self.room.is_taken_by_others(dataset).await;
         let has_capacity = match outcome {
-            Ok(Kept::Part { shortest }) => {
+            Ok(Kept::Part { shortest }) if dataset.segments().can_cache() => {
                 let store = self.store.clone();
                 self.blocking.run(move || store.has_capacity(shortest)).await.unwrap_or(false)
             }
@@ -150,9 +150,7 @@ impl Recovery {
         let end = match outcome {
             Ok(Kept::All) if is_taken_by_others => StreamEnd::NoRoom { is_for_all: true },
             Ok(Kept::Part { .. }) if dataset.cached_blocks().is_paused() => StreamEnd::Paused,
-            Ok(Kept::Part { .. }) if dataset.segments().can_cache() && has_capacity => {
-                StreamEnd::NoRoom { is_for_all: is_taken_by_others }
-            }
+            Ok(Kept::Part { .. }) if has_capacity => StreamEnd::NoRoom { is_for_all: is_taken_by_others },
             Ok(Kept::All | Kept::Part { .. }) => StreamEnd::Done { plan },
             Err(reason) => {
                 tracing::warn!(dataset = dataset.id().0, source, reason, "cannot read blocks of a compressed tar again");

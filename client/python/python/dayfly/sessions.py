@@ -31,7 +31,8 @@ def session(*, local: int | None = None, start: bool | None = None, **options: A
     """Starts a session, or finds the one that runs.
 
     With options, starts a session as `dayfly up` does: `session(local=4, data_dir="/local")` stands for
-    `dayfly up --local 4 --data-dir /local`. The session ends with the `with` block, or with the process.
+    `dayfly up --local 4 --data-dir /local`. The session ends with the `with` block, or when the process exits, but not if a
+    signal kills the process.
 
     Without options, finds the session that `dayfly` commands would use: the one that `DAYFLY_SESSION`
     names, else this job's, else the only one on this machine. Such a session goes on. To start a session
