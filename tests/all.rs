@@ -11,6 +11,7 @@ mod deadlines;
 mod doctor;
 mod drives;
 mod durability;
+mod ends;
 mod examples;
 mod faults;
 mod harness;

@@ -107,6 +107,23 @@ def test_an_own_session_goes_on_without_its_object(session, tmp_path):
     assert own() is None and os.environ["DAYFLY_SESSION"] == session.id
 
 
+def test_an_own_session_ends_with_its_process_even_if_a_signal_kills_it(session, tmp_path):
+    script = (
+        "import os, signal, sys, dayfly\n"
+        "own = dayfly.session(local=1, data_dir=sys.argv[1])\n"
+        "print(own.id, flush=True)\n"
+        "os.kill(os.getpid(), getattr(signal, sys.argv[2]))\n"
+    )
+    sessions = Path(os.environ["DAYFLY_RUNTIME_DIR"]) / f"dayfly-{os.getuid()}"
+    for kill in "SIGKILL", "SIGTERM":
+        line = [sys.executable, "-c", script, tmp_path, kill]
+        done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == -getattr(signal, kill)
+        folder = sessions / done.stdout.strip()
+        assert folder.name
+        wait_until(lambda: not folder.exists())
+
+
 def test_a_process_attaches_to_the_server_that_has_taken_another_ones_place(session, tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     with dayfly.session(local=2, data_dir=tmp_path) as own:

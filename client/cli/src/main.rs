@@ -9,6 +9,7 @@ mod commands;
 mod failure;
 mod namespace;
 mod preload;
+mod process;
 mod size;
 
 use std::env;

@@ -39,6 +39,11 @@ pub(crate) struct UpArguments {
     /// sources.
     #[arg(long, value_name = "TIME", value_parser = duration, help_heading = "Lifetime")]
     pub(crate) keep: Option<Duration>,
+    /// End the session when the process PID of this machine ends, also if a signal kills it.
+    ///
+    /// In a shell script, '--end-with $$' ends the session with the script.
+    #[arg(long, value_name = "PID", conflicts_with = "keep", help_heading = "Lifetime", value_parser = number::<i32>(1..=i32::MAX as u64))]
+    pub(crate) end_with: Option<i32>,
     /// Stay in the foreground until the session ends, and end the session when interrupted.
     #[arg(long, help_heading = "Lifetime")]
     pub(crate) foreground: bool,

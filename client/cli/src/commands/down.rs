@@ -1,10 +1,10 @@
 //! `dayfly down`: ends a session on all nodes.
 
+use std::io;
 use std::process::ExitCode;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
-use std::{fs, io};
 
 use dayfly_client::locate::{self, SessionFolder};
 use dayfly_client::{ClientError, Session};
@@ -18,6 +18,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::failure::{Failure, complain, print_line};
+use crate::process::is_ancestor;
 use crate::size;
 
 /// A process that is still alive this long after SIGKILL is stuck in the kernel.
@@ -76,18 +77,6 @@ pub(super) fn run() -> Result<ExitCode, Failure> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Returns whether a process has started this one, or the process that has, and so on.
-fn is_ancestor(pid: i32) -> bool {
-    let mut ancestor = std::os::unix::process::parent_id() as i32;
-    while ancestor > 1 && ancestor != pid {
-        let stat = fs::read_to_string(format!("/proc/{ancestor}/stat")).unwrap_or_default();
-        // The name of the program, which is in parentheses, may contain anything.
-        let after_name = stat.rsplit(')').next().unwrap_or_default();
-        ancestor = after_name.split_whitespace().nth(1).and_then(|parent| parent.parse().ok()).unwrap_or(0);
-    }
-    ancestor == pid
-}
-
 /// Waits for the supervisor, if it is on this machine. The supervisor removes the session's folder
 /// once all servers have ended.
 ///
@@ -140,17 +129,18 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
     drop(sender);
     let (mut nodes, mut freed_bytes, mut is_partial) = (0, 0, false);
     let (mut silent, mut waited) = (local, Duration::ZERO);
+    let mut terminated = Vec::new();
     loop {
         let (node, ended) = match answers.recv_timeout(ANSWER_POLL) {
             Ok(answer) => answer,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 waited += ANSWER_POLL;
                 if waited == NEW_SERVER_PATIENCE {
-                    for &node in &silent {
-                        signal_server(location, node, Signal::SIGTERM);
-                    }
+                    terminated.clone_from(&silent);
+                    terminated.retain(|&node| signal_server(location, node, Signal::SIGTERM));
                 }
                 if waited == DOWN_TIMEOUT {
+                    terminated.clear();
                     nodes += kill_all(location, &silent);
                 }
                 continue;
@@ -167,9 +157,9 @@ pub(super) fn end_servers(location: &SessionFolder) -> Result<EndedServers, Fail
                 is_partial |= !unreached.is_empty();
                 unreached.iter().for_each(complain);
             }
-            // Another command is already ending this server, or the server crashed. The code below
-            // handles both cases.
-            Err(ClientError::NodeServer { error, .. }) if is_closed(&error) => {}
+            // The signal has ended this server, another command is already ending it, or it crashed. The code below handles all
+            // cases.
+            Err(ClientError::NodeServer { error, .. }) if is_closed(&error) => nodes += usize::from(terminated.contains(&node)),
             Err(error) => {
                 complain(format_args!(
                     "{error}; the process of node {node} is killed unless it ends in {} s",

@@ -18,6 +18,7 @@ use super::signals::Interruptions;
 use super::start::{lost, prepare_supervisor, start};
 use crate::args::UpArguments;
 use crate::failure::{FAILED, Failure, complain, notices, output};
+use crate::process::{self, Process};
 
 pub(super) fn run(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     if arguments.foreground || arguments.background { supervise(arguments) } else { start_supervisor() }
@@ -61,6 +62,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
         // If the user interrupts the parent, the start is interrupted too.
         set_pdeathsig(Signal::SIGTERM).map_err(io::Error::from)?;
     }
+    let owner = arguments.end_with.map(find_owner).transpose()?;
     prepare_supervisor();
     let plan = SessionPlan::new(&arguments.session.to_options(), arguments.keep.unwrap_or_default(), notices())?;
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -93,7 +95,7 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 Some(reason) => Err(Failure::new(reason)),
                 None => Ok(ExitCode::SUCCESS),
             },
-            _ = interruptions.next() => {
+            status = end_is_due(&mut interruptions, owner) => {
                 let was_ended = was_ended.look();
                 let ending = location.clone();
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&ending)).await.map_err(Failure::new)?;
@@ -105,10 +107,30 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 // The supervisor may have ended before the last server was killed.
                 cleanup::remove_soon(&location)?;
                 // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
-                Ok(if was_ended { ExitCode::SUCCESS } else { ExitCode::from(interruptions.status()) })
+                Ok(if was_ended { ExitCode::SUCCESS } else { ExitCode::from(status) })
             }
         }
     })
+}
+
+/// Finds the process of `--end-with`.
+fn find_owner(pid: i32) -> Result<Process, Failure> {
+    Process::find(pid).ok_or_else(|| {
+        Failure::usage(format_args!(
+            "--end-with {pid}: no such process on this machine; name one that ends after the session's last use"
+        ))
+    })
+}
+
+/// Waits until the session has to end: for a signal, or for the end of the process that it ends with. Returns this process's status.
+async fn end_is_due(interruptions: &mut Interruptions, owner: Option<Process>) -> u8 {
+    tokio::select! {
+        number = interruptions.next() => 128 + number as u8,
+        owner = process::ended(owner) => {
+            complain(format_args!("the session ends with process {owner}, as --end-with asks"));
+            0
+        }
+    }
 }
 
 /// Returns the failure of a session whose id cannot be printed. Nobody could find such a session to

@@ -31,8 +31,8 @@ def session(*, local: int | None = None, start: bool | None = None, **options: A
     """Starts a session, or finds the one that runs.
 
     With options, starts a session as `dayfly up` does: `session(local=4, data_dir="/local")` stands for
-    `dayfly up --local 4 --data-dir /local`. The session ends with the `with` block, or when the process exits, but not if a
-    signal kills the process.
+    `dayfly up --local 4 --data-dir /local`. The session ends with the `with` block, or with the process, also if
+    a signal kills it. With `keep`, which lets a session outlive its job, a killed process leaves it running.
 
     Without options, finds the session that `dayfly` commands would use: the one that `DAYFLY_SESSION`
     names, else this job's, else the only one on this machine. Such a session goes on. To start a session
@@ -51,6 +51,8 @@ def session(*, local: int | None = None, start: bool | None = None, **options: A
         exports = _run(["env"]).splitlines()
         found = [line.partition("=")[2] for line in exports if line.startswith(f"export {_VARIABLE}=")]
         return RunningSession(found[0].strip("'\""), is_own=False)
+    if options.get("keep") is None:
+        options.setdefault("end_with", os.getpid())
     return RunningSession(_run(["up", *_flags(options)]).strip(), is_own=True)
 
 

@@ -193,7 +193,7 @@ impl Reporter {
     fn show_progress(&mut self, progress: &Progress) {
         self.phase = progress.phase;
         let what = match progress.phase {
-            Phase::Waiting => "waiting for other stage-ins, or for nodes that do not answer".to_owned(),
+            Phase::Waiting => "waiting for other stage-ins, or for nodes or drives that are slow to answer".to_owned(),
             Phase::Planning => "finding sources".to_owned(),
             Phase::Reading => format!("{}, {}", units::counted(progress.files, "file"), size::show(progress.bytes)),
             Phase::Merging => "merging the catalog".to_owned(),
