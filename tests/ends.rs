@@ -284,9 +284,6 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// Node 0 looks up the sources. A machine that is not one of the nodes cannot check the sources in advance.
-///
-
 /// SEMANTICS: "With `up --end-with PID`, the session also ends when the process PID ends, whatever ends it."
 #[test]
 fn a_session_ends_with_the_process_that_it_was_told_to_end_with() {

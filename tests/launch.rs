@@ -304,6 +304,8 @@ fn an_encrypted_session_works_like_any_other() {
 }
 
 /// Returns true if a process is running. A zombie is not.
+/// Node 0 looks up the sources. A machine that is not one of the nodes cannot check the sources in advance.
+///
 /// SEMANTICS: "Node 0 looks up the sources. If the machine that runs run is one of the nodes, it is node 0, and run checks the
 /// sources beforehand. Otherwise the stage-in reports sources that are missing."
 #[test]
