@@ -1,4 +1,4 @@
-//! Tests how sessions start, live and end: servers start along a tree, a session can start without nodes that are missing,
+//! Tests how sessions start and live: servers start along a tree, a session can start without nodes that are missing,
 //! supervisors hold leases, and jobs find their own sessions. Tests that need a cluster are in `tests/slurm/jobs`.
 
 use std::collections::BTreeMap;
