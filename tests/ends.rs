@@ -1,7 +1,7 @@
 //! Tests of how sessions end, and that nothing is left of them.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
@@ -236,7 +236,6 @@ fn up_in_the_foreground_prints_why_it_ends() {
 #[test]
 fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     if !nix::unistd::geteuid().is_root() {
-        use std::io::Write;
         let _ = writeln!(std::io::stderr(), "Nodes with separate folders were NOT simulated: that needs root.");
         return;
     }
@@ -284,7 +283,8 @@ fn a_folder_removed_on_one_node_ends_the_session_on_all() {
     }
 }
 
-/// SEMANTICS: "With `up --end-with PID`, the session also ends when the process PID ends, whatever ends it."
+/// SEMANTICS: "With `up --end-with PID`, the session also ends when the process PID ends, whatever ends it, and does not start if
+/// that is earlier."
 #[test]
 fn a_session_ends_with_the_process_that_it_was_told_to_end_with() {
     let ground = Ground::new();
@@ -311,4 +311,48 @@ fn a_session_ends_with_the_process_that_it_was_told_to_end_with() {
     }
     let message = ground.fails(2, &["up", "--local", "1", "--end-with", "1", "--keep", "1h"]);
     assert!(message.contains("--keep"), "{message}");
+}
+
+/// SEMANTICS: "With `up --end-with PID`, the session also ends when the process PID ends, whatever ends it, and does not start if
+/// that is earlier."
+#[test]
+fn a_session_does_not_start_if_the_process_ends_first_that_it_was_to_end_with() {
+    let ground = Ground::new();
+    let mut owner = Command::new("sleep").arg("600").spawn().unwrap();
+    let pid = owner.id().to_string();
+    let mut command = ground.dayfly();
+    command.args(["up", "--launcher", "manual", "--nodes", "2", "--start-timeout", "600", "--end-with", &pid]);
+    let mut up = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut errors = BufReader::new(up.stderr.take().unwrap());
+    let mut line = String::new();
+    // What to start on the nodes.
+    errors.read_line(&mut line).unwrap();
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    let status = wait_for(&mut up, Duration::from_secs(60)).expect("it exits before the timeout");
+    errors.read_to_string(&mut line).unwrap();
+    assert_eq!(status.code(), Some(1), "{line}");
+    assert!(line.contains(&format!("no session: process {pid}, which --end-with names, has ended")), "{line}");
+    ground.assert_clean();
+}
+
+/// SEMANTICS: "With `up --end-with PID`, the session also ends when the process PID ends, whatever ends it, and does not start if
+/// that is earlier."
+#[test]
+fn a_session_ends_with_its_process_while_nobody_reads_its_messages() {
+    let ground = Ground::new();
+    let mut owner = Command::new("sleep").arg("600").spawn().unwrap();
+    let (_reader, writer) = std::io::pipe().unwrap();
+    let flags = |flags| nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETFL(flags)).unwrap();
+    let mut command = ground.dayfly();
+    command.args(["up", "--foreground", "--local", "1", "--end-with", &owner.id().to_string()]);
+    let mut up = command.stdout(Stdio::piped()).stderr(writer.try_clone().unwrap()).spawn().unwrap();
+    BufReader::new(up.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+    flags(nix::fcntl::OFlag::O_NONBLOCK);
+    while (&writer).write(&[b'x'; 4096]).is_ok() {}
+    flags(nix::fcntl::OFlag::empty());
+    owner.kill().unwrap();
+    owner.wait().unwrap();
+    ground.wait_until_clean("the session ends with its process");
+    assert!(wait_for(&mut up, Duration::from_secs(60)).expect("it exits").success());
 }

@@ -141,10 +141,10 @@ pub(crate) fn mention(message: impl Display) {
     }
 }
 
-/// How long a message waits for its reader after a signal.
+/// How long a message waits for its reader once this process has to end.
 const LAST_MESSAGE_TIMEOUT_MS: u16 = 500;
 
-/// Whether a signal has asked this process to end. From then on, messages that nobody reads are
+/// Whether a signal, or the end of the process of `--end-with`, asks this process to end. From then on, messages that nobody reads are
 /// dropped, so that they do not delay the end of a session.
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 

@@ -1,8 +1,12 @@
 //! What the kernel says about other processes of this machine.
 
+use std::path::Path;
 use std::time::Duration;
-use std::{fs, future};
+use std::{fs, future, io, process};
 
+use nix::errno::Errno;
+use nix::sys::signal::kill;
+use nix::unistd::Pid;
 use tokio::time::{MissedTickBehavior, interval};
 
 /// How often a process is looked for that a session ends with.
@@ -19,9 +23,9 @@ struct Stat {
 }
 
 impl Stat {
-    /// Returns `None` if there is no such process, or none that this user can see.
-    fn of(pid: i32) -> Option<Self> {
-        Self::from_line(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    /// Fails like a file that does not exist if there is no such process, or none that this user can see.
+    fn of(pid: i32) -> io::Result<Self> {
+        Self::from_line(&fs::read_to_string(format!("/proc/{pid}/stat"))?).ok_or_else(|| io::ErrorKind::InvalidData.into())
     }
 
     fn from_line(line: &str) -> Option<Self> {
@@ -43,6 +47,19 @@ pub(crate) fn is_ancestor(pid: i32) -> bool {
     ancestor == pid
 }
 
+/// Why a process cannot be watched.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum FindError {
+    #[error("this user sees no such process on this machine")]
+    NotFound,
+    #[error("it is a thread of process {0}; name that process")]
+    Thread(i32),
+    #[error("/proc is of another PID namespace; mount this one's, as 'unshare --mount-proc' does")]
+    OtherNamespace,
+    #[error("cannot read /proc: {0}")]
+    Unreadable(#[from] io::Error),
+}
+
 /// A running process. Later processes with the same number are others.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Process {
@@ -51,13 +68,27 @@ pub(crate) struct Process {
 }
 
 impl Process {
-    /// Returns `None` if there is no such process, or none that this user can see.
-    pub(crate) fn find(pid: i32) -> Option<Self> {
-        Stat::of(pid).filter(|stat| !stat.has_ended).map(|stat| Self { pid, started: stat.started })
+    pub(crate) fn find(pid: i32) -> Result<Self, FindError> {
+        if fs::read_link("/proc/self")? != Path::new(&process::id().to_string()) {
+            return Err(FindError::OtherNamespace);
+        }
+        let stat = Stat::of(pid).map_err(|error| if is_gone(&error) { FindError::NotFound } else { error.into() })?;
+        if stat.has_ended {
+            return Err(FindError::NotFound);
+        }
+        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        match status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok()) {
+            Some(process) if process != pid => Err(FindError::Thread(process)),
+            _ => Ok(Self { pid, started: stat.started }),
+        }
     }
 
     fn has_ended(self) -> bool {
-        Stat::of(self.pid).is_none_or(|stat| stat.has_ended || stat.started != self.started)
+        match Stat::of(self.pid) {
+            Ok(stat) => stat.has_ended || stat.started != self.started,
+            // A process that has become another user's may be hidden.
+            Err(error) => is_gone(&error) && kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH),
+        }
     }
 
     /// Waits until the process has ended. Looks again and again, because Linux 4.18 has no `pidfd_open`.
@@ -68,6 +99,11 @@ impl Process {
             ticks.tick().await;
         }
     }
+}
+
+/// Returns whether reading a file of a process failed because the process is gone.
+fn is_gone(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::ESRCH as i32)
 }
 
 /// Waits until a process has ended, and returns its number. Waits forever if there is no process to wait for.
@@ -106,9 +142,18 @@ mod tests {
         while !process.has_ended() {
             thread::yield_now();
         }
-        assert!(Process::find(process.pid).is_none());
+        assert!(matches!(Process::find(process.pid), Err(FindError::NotFound)));
         child.wait().unwrap();
         assert!(process.has_ended());
         assert!(is_ancestor(std::os::unix::process::parent_id() as i32) && !is_ancestor(std::process::id() as i32));
+    }
+    #[test]
+    fn a_thread_is_not_a_process() {
+        let own = process::id() as i32;
+        let thread = thread::spawn(nix::unistd::gettid).join().unwrap().as_raw();
+        assert!(matches!(Process::find(thread), Err(FindError::NotFound)), "it has ended");
+        let found = thread::spawn(|| Process::find(nix::unistd::gettid().as_raw())).join().unwrap();
+        assert!(matches!(found, Err(FindError::Thread(process)) if process == own), "{found:?}");
+        assert!(Process::find(own).is_ok());
     }
 }

@@ -4,6 +4,7 @@
 //! Mistakes that can be detected in advance are reported before anything starts.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::ControlFlow;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -50,8 +51,9 @@ pub(super) fn run(arguments: RunArguments) -> Result<ExitCode, Failure> {
     let result = runtime.block_on(async {
         // From here on, signals end what this process is running, not the process itself.
         let mut interruptions = Interruptions::new()?;
-        let Some(mut session) = start(plan, &mut interruptions).await.map_err(own)? else {
-            return Ok(ExitCode::from(interruptions.status()));
+        let mut session = match start(plan, interruptions.next()).await.map_err(own)? {
+            ControlFlow::Continue(session) => session,
+            ControlFlow::Break(number) => return Ok(ExitCode::from(128 + number as u8)),
         };
         let mut loss = pin!(until_lost(session.loss()));
         let work = async {

@@ -1,10 +1,11 @@
 //! The code that `up` and `run` share: a supervised session that signals can interrupt.
 
+use std::ops::ControlFlow;
+
 use dayfly_launch::{RunningSession, SessionPlan};
 use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
 
-use super::signals::Interruptions;
 use crate::failure::{Failure, complain};
 
 /// Prepares a process that will hold a session's key: protects its memory, and starts its log if
@@ -34,17 +35,20 @@ pub(super) fn start_log(filter: Option<&str>) {
     log.log_internal_errors(false).init();
 }
 
-/// Starts a session. Returns `None` if a signal interrupted the start.
-pub(super) async fn start(plan: SessionPlan, interruptions: &mut Interruptions) -> Result<Option<RunningSession>, Failure> {
+/// Starts a session. Gives up if `interrupted` ends first, and returns its output.
+pub(super) async fn start<T>(
+    plan: SessionPlan,
+    interrupted: impl Future<Output = T>,
+) -> Result<ControlFlow<T, RunningSession>, Failure> {
     let (cancel, canceled) = oneshot::channel();
     let mut starting = tokio::task::spawn_blocking(move || RunningSession::start(plan, canceled));
     tokio::select! {
-        started = &mut starting => Ok(Some(started.map_err(Failure::new)??)),
-        _ = interruptions.next() => {
+        started = &mut starting => Ok(ControlFlow::Continue(started.map_err(Failure::new)??)),
+        reason = interrupted => {
             // If the start has just finished, dropping the running session ends it.
             let _ = cancel.send(());
             drop(starting.await);
-            Ok(None)
+            Ok(ControlFlow::Break(reason))
         }
     }
 }

@@ -4,6 +4,7 @@
 use std::env;
 use std::fs::OpenOptions;
 use std::io::{self, BufRead, BufReader, Write};
+use std::ops::ControlFlow;
 use std::os::unix::fs::OpenOptionsExt;
 use std::process::{Command, ExitCode, Stdio};
 use std::thread;
@@ -17,7 +18,7 @@ use super::down;
 use super::signals::Interruptions;
 use super::start::{lost, prepare_supervisor, start};
 use crate::args::UpArguments;
-use crate::failure::{FAILED, Failure, complain, notices, output};
+use crate::failure::{FAILED, Failure, complain, end_soon, notices, output};
 use crate::process::{self, Process};
 
 pub(super) fn run(arguments: &UpArguments) -> Result<ExitCode, Failure> {
@@ -68,8 +69,12 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let mut interruptions = Interruptions::new()?;
-        let Some(mut session) = start(plan, &mut interruptions).await? else {
-            return Ok(ExitCode::from(interruptions.status()));
+        let mut session = match start(plan, reason_to_end(&mut interruptions, owner)).await? {
+            ControlFlow::Continue(session) => session,
+            ControlFlow::Break(Reason::Signal(number)) => return Ok(ExitCode::from(128 + number as u8)),
+            ControlFlow::Break(Reason::OwnerEnded(pid)) => {
+                return Err(Failure::new(format_args!("no session: process {pid}, which --end-with names, has ended")));
+            }
         };
         if arguments.background {
             // The parent exits once it has the id. If the parent has already exited, the write
@@ -95,7 +100,10 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 Some(reason) => Err(Failure::new(reason)),
                 None => Ok(ExitCode::SUCCESS),
             },
-            status = end_is_due(&mut interruptions, owner) => {
+            reason = reason_to_end(&mut interruptions, owner) => {
+                if let Reason::OwnerEnded(pid) = reason {
+                    complain(format_args!("the session ends with process {pid}, as --end-with asks"));
+                }
                 let was_ended = was_ended.look();
                 let ending = location.clone();
                 let ended = tokio::task::spawn_blocking(move || down::end_servers(&ending)).await.map_err(Failure::new)?;
@@ -106,8 +114,11 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
                 }
                 // The supervisor may have ended before the last server was killed.
                 cleanup::remove_soon(&location)?;
-                // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
-                Ok(if was_ended { ExitCode::SUCCESS } else { ExitCode::from(status) })
+                Ok(match reason {
+                    // 'dayfly down' tells a supervisor to end that waits for servers which cannot be asked.
+                    Reason::Signal(number) if !was_ended => ExitCode::from(128 + number as u8),
+                    _ => ExitCode::SUCCESS,
+                })
             }
         }
     })
@@ -115,22 +126,25 @@ fn supervise(arguments: &UpArguments) -> Result<ExitCode, Failure> {
 
 /// Finds the process of `--end-with`.
 fn find_owner(pid: i32) -> Result<Process, Failure> {
-    Process::find(pid).ok_or_else(|| {
-        Failure::usage(format_args!(
-            "--end-with {pid}: no such process on this machine; name one that ends after the session's last use"
-        ))
-    })
+    Process::find(pid).map_err(|error| Failure::usage(format_args!("--end-with {pid}: {error}")))
 }
 
-/// Waits until the session has to end: for a signal, or for the end of the process that it ends with. Returns this process's status.
-async fn end_is_due(interruptions: &mut Interruptions, owner: Option<Process>) -> u8 {
-    tokio::select! {
-        number = interruptions.next() => 128 + number as u8,
-        owner = process::ended(owner) => {
-            complain(format_args!("the session ends with process {owner}, as --end-with asks"));
-            0
-        }
-    }
+/// Why a session has to end.
+enum Reason {
+    /// This signal has arrived.
+    Signal(i32),
+    /// The process with this number has ended, which the session ends with.
+    OwnerEnded(i32),
+}
+
+/// Waits until a session has to end. From then on, messages that nobody reads do not delay its end.
+async fn reason_to_end(interruptions: &mut Interruptions, owner: Option<Process>) -> Reason {
+    let reason = tokio::select! {
+        number = interruptions.next() => Reason::Signal(number),
+        pid = process::ended(owner) => Reason::OwnerEnded(pid),
+    };
+    end_soon();
+    reason
 }
 
 /// Returns the failure of a session whose id cannot be printed. Nobody could find such a session to
