@@ -61,7 +61,7 @@ fn up_in_the_foreground() -> (Cluster, Child) {
     up.args(["up", "--foreground", "--local", "3"]);
     let mut up = up.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut id = String::new();
-    std::io::BufRead::read_line(&mut std::io::BufReader::new(up.stdout.take().unwrap()), &mut id).unwrap();
+    BufReader::new(up.stdout.take().unwrap()).read_line(&mut id).unwrap();
     (Cluster { ground, id: id.trim().to_owned() }, up)
 }
 
@@ -290,6 +290,7 @@ fn a_session_ends_with_the_process_that_it_was_told_to_end_with() {
     let ground = Ground::new();
     for is_foreground in [false, true] {
         let mut owner = Command::new("sleep").arg("600").spawn().unwrap();
+        let _killed = Pids(vec![owner.id() as i32]);
         let pid = owner.id().to_string();
         let mut command = ground.dayfly();
         command.args(["up", "--local", "2", "--end-with", &pid]).args(is_foreground.then_some("--foreground"));
@@ -319,10 +320,12 @@ fn a_session_ends_with_the_process_that_it_was_told_to_end_with() {
 fn a_session_does_not_start_if_the_process_ends_first_that_it_was_to_end_with() {
     let ground = Ground::new();
     let mut owner = Command::new("sleep").arg("600").spawn().unwrap();
+    let _killed = Pids(vec![owner.id() as i32]);
     let pid = owner.id().to_string();
     let mut command = ground.dayfly();
     command.args(["up", "--launcher", "manual", "--nodes", "2", "--start-timeout", "600", "--end-with", &pid]);
     let mut up = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let _up = Pids(vec![up.id() as i32]);
     let mut errors = BufReader::new(up.stderr.take().unwrap());
     let mut line = String::new();
     // What to start on the nodes.
@@ -342,11 +345,13 @@ fn a_session_does_not_start_if_the_process_ends_first_that_it_was_to_end_with() 
 fn a_session_ends_with_its_process_while_nobody_reads_its_messages() {
     let ground = Ground::new();
     let mut owner = Command::new("sleep").arg("600").spawn().unwrap();
+    let _killed = Pids(vec![owner.id() as i32]);
     let (_reader, writer) = std::io::pipe().unwrap();
     let flags = |flags| nix::fcntl::fcntl(&writer, nix::fcntl::FcntlArg::F_SETFL(flags)).unwrap();
     let mut command = ground.dayfly();
     command.args(["up", "--foreground", "--local", "1", "--end-with", &owner.id().to_string()]);
     let mut up = command.stdout(Stdio::piped()).stderr(writer.try_clone().unwrap()).spawn().unwrap();
+    let _up = Pids(vec![up.id() as i32]);
     BufReader::new(up.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
     flags(nix::fcntl::OFlag::O_NONBLOCK);
     while (&writer).write(&[b'x'; 4096]).is_ok() {}

@@ -72,11 +72,12 @@ impl Process {
         if fs::read_link("/proc/self")? != Path::new(&process::id().to_string()) {
             return Err(FindError::OtherNamespace);
         }
-        let stat = Stat::of(pid).map_err(|error| if is_gone(&error) { FindError::NotFound } else { error.into() })?;
+        let not_found = |error| if is_gone(&error) { FindError::NotFound } else { error.into() };
+        let stat = Stat::of(pid).map_err(not_found)?;
         if stat.has_ended {
             return Err(FindError::NotFound);
         }
-        let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+        let status = fs::read_to_string(format!("/proc/{pid}/status")).map_err(not_found)?;
         match status.lines().find_map(|line| line.strip_prefix("Tgid:")?.trim().parse().ok()) {
             Some(process) if process != pid => Err(FindError::Thread(process)),
             _ => Ok(Self { pid, started: stat.started }),
@@ -86,8 +87,8 @@ impl Process {
     fn has_ended(self) -> bool {
         match Stat::of(self.pid) {
             Ok(stat) => stat.has_ended || stat.started != self.started,
-            // A process that has become another user's may be hidden.
-            Err(error) => is_gone(&error) && kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH),
+            // The process may be hidden, as another user's now is, or this process may have no file descriptor left.
+            Err(_) => kill(Pid::from_raw(self.pid), None) == Err(Errno::ESRCH),
         }
     }
 
@@ -147,6 +148,7 @@ mod tests {
         assert!(process.has_ended());
         assert!(is_ancestor(std::os::unix::process::parent_id() as i32) && !is_ancestor(std::process::id() as i32));
     }
+
     #[test]
     fn a_thread_is_not_a_process() {
         let own = process::id() as i32;
