@@ -43,7 +43,7 @@ use std::time::Duration;
 
 use dayfly_meta::chunk::Chunk;
 use dayfly_meta::deadlines::Deadlines;
-use dayfly_meta::id::{BlockId, DatasetId};
+use dayfly_meta::id::{BlockId, DatasetId, NodeId};
 use dayfly_meta::limits::ARENA_UNIT;
 use dayfly_meta::shared::SharedMarks;
 use dayfly_meta::status_page::StatusPage;
@@ -99,9 +99,15 @@ struct Inner {
 /// The error of a chunk that could not be loaded. The requests that joined the load get it too. The arena does not examine it.
 pub(crate) type LoadFailure = Arc<dyn Error + Send + Sync>;
 
-/// Resolves at the end of a load that another request performs: to the failures if chunks could not be loaded, and to an error
-/// (the sender was dropped) if all were loaded or the load was abandoned. Waiters resume in the order in which they came.
-pub(crate) type PendingLoad = Shared<oneshot::Receiver<Arc<HashMap<Chunk, LoadFailure>>>>;
+/// A load that another request performs.
+#[derive(Clone)]
+pub(crate) struct PendingLoad {
+    /// The node that the chunks come from.
+    pub(crate) owner: NodeId,
+    /// Resolves at the end: to the failures if chunks could not be loaded, and to an error (the sender was dropped) if all were
+    /// loaded or the load was abandoned. Waiters resume in the order in which they came.
+    pub(crate) end: Shared<oneshot::Receiver<Arc<HashMap<Chunk, LoadFailure>>>>,
+}
 
 /// A chunk that a request wants.
 #[derive(Clone)]

@@ -26,7 +26,8 @@
 //!   file system, at most `Deadlines::origin` after the last chunk has arrived. Whoever wants a chunk asks again as long as its owner
 //!   may only stand still; `Peers::is_waited_for` ends that.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
-//!   already has room for it. So requests cannot wait for each other in a cycle.
+//!   already has room for it. A request of a peer waits neither for room nor for a load from another peer. It may wait for recovery,
+//!   which asks peers only for what they have, or read from origins. So requests cannot wait for each other in a cycle.
 //!
 //! [`FETCH_PART_LEN`]: dayfly_meta::limits::FETCH_PART_LEN
 
@@ -259,10 +260,14 @@ impl Fetcher {
         self.start(dataset, ready, self.claim(dataset, wanted, budget), Caching::OnArrival)
     }
 
-    /// Like [`Self::begin_if_room`], but reads all chunks from their origins that are on no drive of this node.
+    /// Like [`Self::begin_if_room`], but reads all chunks from their origins that are on no drive of this node. Those that this node is
+    /// getting from another one do not appear in the results: that node may be waiting for this answer.
     fn begin_as_owner(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> PendingFetch {
-        let (ready, wanted) = look_up(dataset, chunks, &|_, _| self.peers.own_node());
-        self.start(dataset, ready, self.claim(dataset, wanted, u64::MAX), Caching::OnArrival)
+        let own = self.peers.own_node();
+        let (ready, wanted) = look_up(dataset, chunks, &|_, _| own);
+        let mut claimed = self.claim(dataset, wanted, u64::MAX);
+        claimed.pending.retain(|(.., load)| load.owner == own);
+        self.start(dataset, ready, claimed, Caching::OnArrival)
     }
 
     /// Like [`Self::begin_if_room`], for chunks that are prefetched. They are not cached on arrival: a process would then read
@@ -361,7 +366,7 @@ impl Fetcher {
             let received = match self.request(owner, &dataset, &requested, recheck, std::mem::take(&mut slots)).await {
                 Ok(received) => received,
                 Err(error) => {
-                    is_silent = self.note_absence(owner, &dataset, &error);
+                    is_silent = matches!(&error, ReadError::Peer(error) if self.note_absence(owner, &dataset, error));
                     // A node that stands still is asked again.
                     let has_others = |chunk| is_silent && self.has_other_source(&dataset, chunk);
                     let is_waited_for = matches!(&error, ReadError::Peer(error) if self.peers.is_waited_for(owner, error));
@@ -532,7 +537,7 @@ fn look_up(dataset: &Dataset, chunks: &[Chunk], source: &dyn Fn(Chunk, NodeId) -
 /// result is empty, and the caller asks for the chunk again.
 async fn join(arena: Arena, dataset: Arc<Dataset>, index: u32, chunk: Chunk, load: PendingLoad) -> FetchedChunks {
     // This wait is bounded by the deadlines of the request that loads the chunk.
-    if let Ok(failures) = load.await
+    if let Ok(failures) = load.end.await
         && let Some(failure) = failures.get(&chunk)
     {
         let error = failure.downcast_ref::<FetchError>().cloned();

@@ -272,6 +272,11 @@ impl Peers {
         Ok((connection, left))
     }
 
+    /// Returns whether this node is connected to another one, or can be within `limit`.
+    pub(crate) async fn reaches(&self, node: NodeId, limit: Duration) -> bool {
+        self.connection(node, limit).await.is_ok()
+    }
+
     /// Sends a request whose answer is only a message, without bulk bytes.
     pub(crate) async fn ask<R: RequestKind>(&self, node: NodeId, request: R, timeout: Duration) -> Result<R::Reply, PeerError> {
         self.pull(node, request, Vec::new(), timeout).await.map(|(reply, _)| reply)

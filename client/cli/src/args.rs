@@ -64,7 +64,11 @@ impl Arguments {
     pub(crate) fn check(&self) -> Result<(), String> {
         let needs_paths = |paths: &[OsString]| match paths {
             [_, _, ..] => Ok(()),
-            _ => Err("give at least one SOURCE, and a TARGET".to_owned()),
+            [one] => Err(match one.to_string_lossy().rsplit_once(":/") {
+                Some((source, target)) => format!("give SOURCE and TARGET as two arguments: '{source}' '/{target}'"),
+                None => "give at least one SOURCE, and a TARGET".to_owned(),
+            }),
+            [] => Err("give at least one SOURCE, and a TARGET".to_owned()),
         };
         match &self.command {
             Command::Up(arguments) => arguments.session.launch.check(),
@@ -176,6 +180,7 @@ mod tests {
         for alone in ["stage-in /dayfly/a", "stage-in --seed 1 /dayfly/a", "cp a"] {
             check(alone, Some("give at least one SOURCE, and a TARGET"));
         }
+        check("stage-in a:b.tar:/dayfly/a", Some("as two arguments: 'a:b.tar' '/dayfly/a'"));
         for without in ["stage-in", "cp -r"] {
             check(without, Some("<SOURCE>... <TARGET>"));
         }

@@ -39,7 +39,7 @@ struct Load {
 impl LoadGroup {
     pub(super) fn new(arena: &Arena, dataset: &Arc<Dataset>, owner: NodeId) -> Self {
         let (end, pending) = oneshot::channel();
-        let (end, pending) = (Some(end), pending.shared());
+        let (end, pending) = (Some(end), PendingLoad { owner, end: pending.shared() });
         Self { arena: arena.clone(), owner, dataset: dataset.clone(), loads: Vec::new(), bytes: 0, end, pending }
     }
 

@@ -22,7 +22,7 @@ use super::Fetcher;
 use super::shared_read::{JoinedRead, OpenRead, SharedRead, open_read};
 use crate::arena::{Claimed, Lease, PendingLoad, Wanted};
 use crate::cache_writer::sync_copies;
-use crate::copies::{parts, pull};
+use crate::copies::{CopyError, parts, pull};
 use crate::origins::has_origin;
 use crate::store::Dataset;
 
@@ -156,7 +156,7 @@ impl Fetcher {
         for (chunk, load) in pending {
             // This wait is bounded by the deadlines of the request that loads the chunk. Perhaps the chunk does not stay in the
             // arena; then the reader's copy may have been cached, or a later scan finds the block again.
-            let _ = load.await;
+            let _ = load.end.await;
             read.extend(self.arena.find(&(dataset.id(), chunk)).map(|lease| copy((chunk, lease))));
         }
         read
@@ -202,30 +202,55 @@ impl Fetcher {
         &self,
         dataset: &Arc<Dataset>,
         by_holder: BTreeMap<(NodeId, bool), Vec<Chunk>>,
-        new: Vec<(Chunk, OpenRead)>,
+        mut new: Vec<(Chunk, OpenRead)>,
         read: &mut Vec<(Chunk, Arc<Vec<u8>>)>,
     ) -> Vec<(Chunk, OpenRead)> {
         let parts = by_holder.into_iter().flat_map(|(holder, chunks)| {
             parts(dataset, chunks).into_iter().map(move |chunks| (holder, chunks)).collect::<Vec<_>>()
         });
-        let pulling = parts.map(|((holder, takes_over), chunks)| async move {
-            let pulled = pull(&self.peers, &*self.blocking, dataset, holder, &chunks, takes_over).await;
-            pulled.map(|pulled| chunks.into_iter().zip(pulled.found).collect::<Vec<_>>()).unwrap_or_default()
-        });
-        let pulled: Vec<Vec<(Chunk, Option<Vec<u8>>)>> = stream::iter(pulling).buffer_unordered(COPY_REQUESTS).collect().await;
-        let mut found: HashMap<Chunk, Arc<Vec<u8>>> =
-            pulled.into_iter().flatten().filter_map(|(chunk, bytes)| Some((chunk, Arc::new(bytes?)))).collect();
-        let mut others = Vec::new();
-        for (chunk, open) in new {
-            match found.remove(&chunk) {
-                Some(bytes) => {
-                    read.push((chunk, bytes.clone()));
-                    open.end(Ok(bytes));
-                }
-                None => others.push((chunk, open)),
+        let pulling = parts.map(|((holder, takes_over), chunks)| self.pull_part(dataset, holder, chunks, takes_over));
+        let mut pulling = stream::iter(pulling).buffer_unordered(COPY_REQUESTS);
+        let open: HashMap<Chunk, &OpenRead> = new.iter().map(|(chunk, open)| (*chunk, open)).collect();
+        let mut found = HashSet::new();
+        // Readers wait for these reads, so each ends as soon as its bytes are here.
+        while let Some(part) = pulling.next().await {
+            for (chunk, bytes) in part {
+                let Some((open, bytes)) = open.get(&chunk).zip(bytes.map(Arc::new)) else { continue };
+                open.end(Ok(bytes.clone()));
+                found.insert(chunk);
+                read.push((chunk, bytes));
             }
         }
-        others
+        new.retain(|(chunk, _)| !found.contains(chunk));
+        new
+    }
+
+    /// Reads chunks from a node. One that does not answer is not asked again for now. Readers wait for these chunks, too, so one that is
+    /// asked only to spare reads of origins must be reached soon.
+    async fn pull_part(
+        &self,
+        dataset: &Arc<Dataset>,
+        holder: NodeId,
+        chunks: Vec<Chunk>,
+        takes_over: bool,
+    ) -> Vec<(Chunk, Option<Vec<u8>>)> {
+        if self.absent(dataset).is_some_and(|absent| absent.contains(holder)) {
+            return Vec::new();
+        }
+        let is_only_to_spare = takes_over && chunks.iter().all(|&chunk| has_origin(dataset, chunk));
+        if is_only_to_spare && !self.peers.reaches(holder, self.peers.deadlines().request / 5).await {
+            self.peers.suspect(holder);
+            return Vec::new();
+        }
+        match pull(&self.peers, &*self.blocking, dataset, holder, &chunks, takes_over).await {
+            Ok(pulled) => chunks.into_iter().zip(pulled.found).collect(),
+            Err(error) => {
+                if let CopyError::Peer(error) = &error {
+                    self.note_absence(holder, dataset, error);
+                }
+                Vec::new()
+            }
+        }
     }
 
     /// Stores chunks of a compressed tar that was read again.

@@ -88,8 +88,8 @@ impl Fetcher {
     }
 
     /// Reads chunks that this node owns, or reads in place of their owner, and has on no drive, for peers. They go through the arena as long as it has room, so that
-    /// equal requests are joined, and this node's processes find the chunks there. A request of a peer does not wait for room in the
-    /// arena: two nodes could wait for each other.
+    /// equal requests are joined, and this node's processes find the chunks there. A request of a peer waits neither for room in the
+    /// arena nor for what this node asks another one for: two nodes could wait for each other.
     ///
     /// The answer must leave before the peer's deadline. What has not been read by then goes on being read, and the peer asks again.
     async fn read_absent(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Absent> {
@@ -100,7 +100,7 @@ impl Fetcher {
         fetch.awaited.iter().for_each(|&index| is_left[index as usize] = false);
         while let Ok(part) = timeout_at(deadline, fetch.next()).await {
             let Some(part) = part else {
-                // This node was asking the owner for some of them, too, in vain.
+                // Some may have been evicted again at once.
                 is_left.iter_mut().zip(&read).for_each(|(is_left, read)| *is_left |= read.is_none());
                 break;
             };
@@ -120,7 +120,7 @@ impl Fetcher {
                 is_left[index] |= read[index].is_none();
             }
         }
-        // The arena has no room for the others.
+        // The arena has no room for the others, or this node is getting them from another one.
         let others: Vec<usize> = (0..chunks.len()).filter(|&index| is_left[index]).collect();
         if !others.is_empty() {
             let wanted: Vec<Chunk> = others.iter().map(|&index| chunks[index]).collect();

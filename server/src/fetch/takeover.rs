@@ -21,7 +21,6 @@ use dayfly_meta::wire::peer::RejectionKind;
 use tokio::time::Instant;
 
 use super::Fetcher;
-use super::error::ReadError;
 use crate::origins::has_origin;
 use crate::peers::PeerError;
 use crate::stats::OwnerCounter;
@@ -207,9 +206,8 @@ impl Fetcher {
 
     /// Takes note of a request to `node` that has failed. Returns whether the error means that the node cannot be reached, does not
     /// answer, or does not know the dataset. From then on, other nodes are asked for those chunks that have other sources.
-    pub(super) fn note_absence(&self, node: NodeId, dataset: &Dataset, error: &ReadError) -> bool {
-        let ReadError::Peer(error) = error else { return false };
-        match &**error {
+    pub(super) fn note_absence(&self, node: NodeId, dataset: &Dataset, error: &PeerError) -> bool {
+        match error {
             PeerError::Transport(_) if error.is_absence() => self.peers.suspect(node),
             // If the dataset is being replaced, this node learns of that soon.
             PeerError::Rejected { rejection, .. } if rejection.kind == RejectionKind::NoSuchDataset && !dataset.is_gone() => {

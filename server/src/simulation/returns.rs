@@ -11,7 +11,7 @@ use dayfly_meta::roster::{RosterChange, RosterMember};
 use dayfly_meta::wire::control::{Copies, StageInRequest};
 use dayfly_stagein::origin::SystemFiles;
 use dayfly_transport::Agreement;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::jobs::{Jobs, Pool};
 use super::net::Net;
@@ -25,6 +25,8 @@ use crate::store::testing::dataset_at;
 const NODES: u16 = 3;
 /// The node that is lost and returns.
 const RETURNING: NodeId = NodeId(2);
+/// A node that stands still.
+const STOPPED: NodeId = NodeId(1);
 const TARGET: &[u8] = b"data";
 const DEADLINES: Deadlines = Deadlines::DEFAULT;
 
@@ -38,10 +40,14 @@ struct World<'a> {
 
 /// Runs a test in a simulated session, and checks that nothing of the session is left.
 fn in_session(test: impl AsyncFnOnce(&mut World<'_>)) {
+    in_session_with(&(0..24).map(|number| number * 397).collect::<Vec<_>>(), test);
+}
+
+/// Runs a test with a source whose files have these lengths.
+fn in_session_with(lens: &[usize], test: impl AsyncFnOnce(&mut World<'_>)) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let folders = [scratch(), scratch()];
-    let lens: Vec<usize> = (0..24).map(|number| number * 397).collect();
-    let source = Source::write(folders[0].path(), "small", &lens);
+    let source = Source::write(folders[0].path(), "small", lens);
     runtime.block_on(async {
         let mut random = Random::new(1);
         let paths = folders.each_ref().map(|folder| folder.path().display().to_string()).to_vec();
@@ -94,6 +100,18 @@ impl World<'_> {
     async fn stage(&self) {
         let request = StageInRequest { replace: true, ..self.session.request(&[self.source], TARGET) };
         self.session.stage_in_as(&self.servers[0], request, std::future::pending()).await.unwrap();
+    }
+
+    /// Puts a server without datasets in the place of the returning node's.
+    fn replace_server(&self) {
+        let parts = &self.returning().parts;
+        for dataset in parts.store.datasets() {
+            parts.store.hide(dataset.id());
+            parts.arena.forget(dataset.id());
+            dataset.set_gone(true);
+            dataset.free();
+        }
+        self.servers.iter().for_each(|server| self.session.net.reset(RETURNING, server.parts.config.node));
     }
 
     /// Lets the node catch up, although its messages to the coordinator and back take a second each. Returns whether it shows a
@@ -176,5 +194,54 @@ fn a_dataset_that_a_returning_node_has_just_replaced_does_not_come_back() {
         assert!(timeout(Duration::from_secs(10), catching_up).await.unwrap().unwrap());
         assert_eq!(world.shown(RETURNING), Some(older));
         world.read_all().await;
+    });
+}
+
+/// Reads all files on a node, at a time when no read may take long.
+async fn read_quickly(world: &World<'_>, node: NodeId) {
+    let reader = world.session.reader(&world.servers[node.index()]);
+    for (path, expected) in &world.source.files {
+        let start = Instant::now();
+        assert_eq!(reader.read(TARGET, &[(path, expected)]).await, [""; 0]);
+        assert!(start.elapsed() < DEADLINES.request / 4, "a read took {:?}", start.elapsed());
+    }
+}
+
+/// Bytes for which each node makes several requests of another.
+const LARGE: [usize; 60] = [100_000; 60];
+
+/// A node that took over blocks of a lost one may stand still when a new server comes in its place.
+#[test]
+fn readers_do_not_wait_while_a_new_server_asks_a_node_that_stands_still() {
+    in_session_with(&LARGE, async |world| {
+        world.stage().await;
+        world.announce(true);
+        world.replace_server();
+        world.session.net.change_node(STOPPED, |health| health.is_frozen = true);
+        world.returning().catch_up().await.unwrap();
+        // The reader's node knows that that node stands still; the new server does not.
+        world.servers[0].parts.peers.suspect(STOPPED);
+        world.announce(false);
+        read_quickly(world, NodeId(0)).await;
+        world.session.net.change_node(STOPPED, |health| health.is_frozen = false);
+    });
+}
+
+/// A new server asks others for blocks that they may have read in its place, and they ask it for the same ones.
+#[test]
+fn a_new_server_and_those_who_read_from_it_do_not_wait_for_each_other() {
+    in_session_with(&LARGE, async |world| {
+        world.stage().await;
+        world.announce(true);
+        world.replace_server();
+        world.returning().catch_up().await.unwrap();
+        // So it asks node 0 also for the blocks that that node has not read.
+        world.returning().parts.peers.suspect(NodeId(1));
+        world.announce(false);
+        let reader = world.session.reader(&world.servers[0]);
+        let files: Vec<(&[u8], &[u8])> = world.source.files.iter().map(|(path, expected)| (&path[..], &expected[..])).collect();
+        let start = Instant::now();
+        assert_eq!(reader.read(TARGET, &files).await, [""; 0]);
+        assert!(start.elapsed() < DEADLINES.request / 4, "the read took {:?}", start.elapsed());
     });
 }
