@@ -26,8 +26,8 @@
 //!   file system, at most `Deadlines::origin` after the last chunk has arrived. Whoever wants a chunk asks again as long as its owner
 //!   may only stand still; `Peers::is_waited_for` ends that.
 //! - A request waits for room only for its first chunk, and only if its client holds no leases. A request that loads a chunk
-//!   already has room for it. A request of a peer waits neither for room nor for a load from another peer. It may wait for recovery,
-//!   which asks peers only for what they have, or read from origins. So requests cannot wait for each other in a cycle.
+//!   already has room for it. A request of a peer waits neither for room in the arena nor for a load from another peer. It
+//!   may wait for recovery, which asks peers only for what they have, or read from origins. So requests cannot wait for each other in a cycle.
 //!
 //! [`FETCH_PART_LEN`]: dayfly_meta::limits::FETCH_PART_LEN
 

@@ -272,9 +272,16 @@ impl Peers {
         Ok((connection, left))
     }
 
-    /// Returns whether this node is connected to another one, or can be within `limit`.
-    pub(crate) async fn reaches(&self, node: NodeId, limit: Duration) -> bool {
-        self.connection(node, limit).await.is_ok()
+    /// Returns whether this node is connected to another one, or can be within `limit`. Otherwise suspects it, unless this node itself
+    /// stood still meanwhile.
+    pub(crate) async fn reaches(self: &Arc<Self>, node: NodeId, limit: Duration) -> bool {
+        let start = Instant::now();
+        // A dial may take three quarters of what a request may take.
+        let is_reached = self.connection(node, limit / 3 * 4).await.is_ok();
+        if !is_reached && start.elapsed() < limit * 2 {
+            self.suspect(node);
+        }
+        is_reached
     }
 
     /// Sends a request whose answer is only a message, without bulk bytes.
@@ -430,6 +437,18 @@ mod tests {
         dials: AtomicUsize,
         /// How each dial fails; `None` if the peer is silent after the handshake.
         busy: &'static [Option<io::ErrorKind>],
+        /// How long each dial takes.
+        takes: Duration,
+    }
+
+    impl Busy {
+        fn peers(busy: &'static [Option<io::ErrorKind>], takes: Duration) -> (Arc<Self>, Arc<Peers>) {
+            let transport = Arc::new(Self { dials: AtomicUsize::new(0), busy, takes });
+            let exchange = Region::new(1 << 20).unwrap();
+            let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
+            peers.set_roster(&["127.0.0.1:1", "127.0.0.1:2"].map(|address| address.parse().unwrap()));
+            (transport, Arc::new(peers))
+        }
     }
 
     #[async_trait]
@@ -439,6 +458,7 @@ mod tests {
         }
 
         async fn connect(&self, peer: NodeId, address: SocketAddr) -> Result<Arc<dyn Connection>, TransportError> {
+            sleep(self.takes).await;
             let dial = self.dials.fetch_add(1, Ordering::Relaxed);
             let silent = LossCause::Silent(Deadlines::DEFAULT.peer_lost);
             let failed = self.busy.get(dial).copied().unwrap_or(Some(io::ErrorKind::PermissionDenied));
@@ -469,22 +489,26 @@ mod tests {
         use io::ErrorKind::{ConnectionReset, TimedOut, UnexpectedEof};
         const BUSY: [Option<io::ErrorKind>; 5] =
             [Some(TimedOut), Some(ConnectionReset), None, Some(TimedOut), Some(UnexpectedEof)];
-        let addresses = ["127.0.0.1:1", "127.0.0.1:2"].map(|address| address.parse().unwrap());
         for (busy, dials) in [(&BUSY[..], 6..=6), (&[], 1..=1), (&[Some(TimedOut); 200], 10..=40)] {
-            let transport = Arc::new(Busy { dials: AtomicUsize::new(0), busy });
-            let exchange = Region::new(1 << 20).unwrap();
-            let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
-            peers.set_roster(&addresses);
+            let (transport, peers) = Busy::peers(busy, Duration::ZERO);
             assert!(peers.meet().await.is_err());
             let dialed = transport.dials.load(Ordering::Relaxed);
             assert!(dials.contains(&dialed), "{dialed} dials of a peer that is {busy:?}");
-            let transport = Arc::new(Busy { dials: AtomicUsize::new(0), busy });
-            let exchange = Region::new(1 << 20).unwrap();
-            let peers = Peers::new(NodeId(0), transport.clone(), exchange, Arc::default(), Deadlines::DEFAULT);
-            peers.set_roster(&addresses);
+            let (transport, peers) = Busy::peers(busy, Duration::ZERO);
             assert!(peers.ask_at_start(NodeId(1), &dayfly_meta::wire::peer::AdministrationRequest::End).await.is_err());
             let dialed = transport.dials.load(Ordering::Relaxed);
             assert!(dials.contains(&dialed), "{dialed} dials to ask a peer that is {busy:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_peer_that_is_not_reached_soon_is_suspected_unless_this_node_stood_still() {
+        let limit = Duration::from_millis(500);
+        for (stood_still, is_suspected) in [(Duration::ZERO, true), (limit * 3, false)] {
+            let (_, peers) = Busy::peers(&[], limit * 4);
+            let (is_reached, ()) = tokio::join!(peers.reaches(NodeId(1), limit), tokio::time::advance(stood_still));
+            assert!(!is_reached);
+            assert_eq!(peers.absent().is_some(), is_suspected, "after {stood_still:?}");
         }
     }
 

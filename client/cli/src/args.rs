@@ -64,11 +64,12 @@ impl Arguments {
     pub(crate) fn check(&self) -> Result<(), String> {
         let needs_paths = |paths: &[OsString]| match paths {
             [_, _, ..] => Ok(()),
-            [one] => Err(match one.to_string_lossy().rsplit_once(":/") {
-                Some((source, target)) => format!("give SOURCE and TARGET as two arguments: '{source}' '/{target}'"),
-                None => "give at least one SOURCE, and a TARGET".to_owned(),
+            few => Err(match few.first().and_then(|one| one.to_str()?.rsplit_once(":/")) {
+                Some((source, target)) if !source.is_empty() => {
+                    format!("give SOURCE and TARGET as two arguments: '{source}' '/{target}'")
+                }
+                _ => "give at least one SOURCE, and a TARGET".to_owned(),
             }),
-            [] => Err("give at least one SOURCE, and a TARGET".to_owned()),
         };
         match &self.command {
             Command::Up(arguments) => arguments.session.launch.check(),
@@ -177,7 +178,7 @@ mod tests {
         check("stage-in a /dayfly/a --seed 18446744073709551615", None);
         check("stage-in a --seed 1 b --copies 2 /dayfly/a --json", None);
         check("cp /dayfly/a -r b", None);
-        for alone in ["stage-in /dayfly/a", "stage-in --seed 1 /dayfly/a", "cp a"] {
+        for alone in ["stage-in /dayfly/a", "stage-in --seed 1 /dayfly/a", "stage-in :/dayfly/a", "cp a"] {
             check(alone, Some("give at least one SOURCE, and a TARGET"));
         }
         check("stage-in a:b.tar:/dayfly/a", Some("as two arguments: 'a:b.tar' '/dayfly/a'"));

@@ -238,8 +238,7 @@ impl Fetcher {
             return Vec::new();
         }
         let is_only_to_spare = takes_over && chunks.iter().all(|&chunk| has_origin(dataset, chunk));
-        if is_only_to_spare && !self.peers.reaches(holder, self.peers.deadlines().request / 5).await {
-            self.peers.suspect(holder);
+        if is_only_to_spare && !self.peers.reaches(holder, self.peers.deadlines().request / 8).await {
             return Vec::new();
         }
         match pull(&self.peers, &*self.blocking, dataset, holder, &chunks, takes_over).await {

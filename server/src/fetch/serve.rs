@@ -87,9 +87,9 @@ impl Fetcher {
         served
     }
 
-    /// Reads chunks that this node owns, or reads in place of their owner, and has on no drive, for peers. They go through the arena as long as it has room, so that
-    /// equal requests are joined, and this node's processes find the chunks there. A request of a peer waits neither for room in the
-    /// arena nor for what this node asks another one for: two nodes could wait for each other.
+    /// Reads chunks for peers that this node owns, or reads in place of their owner, and has on no drive. They go through the arena as
+    /// long as it has room, so that equal requests are joined, and this node's processes find the chunks there. A request of a peer
+    /// waits neither for room in the arena nor for what this node asks another one for: two nodes could wait for each other.
     ///
     /// The answer must leave before the peer's deadline. What has not been read by then goes on being read, and the peer asks again.
     async fn read_absent(self: &Arc<Self>, dataset: &Arc<Dataset>, chunks: &[Chunk]) -> Vec<Absent> {
