@@ -367,15 +367,33 @@ fn len_of_few_large(number: usize) -> usize {
 
 /// Starts a session of two nodes that have room for three quarters of these samples each, and stages them in.
 fn session_of_few_large(more: &[&str]) -> Cluster {
+    session_with_room("20MiB", more)
+}
+
+/// Like [`session_of_few_large`], but with this capacity of each node.
+fn session_with_room(capacity: &str, more: &[&str]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
     let write = |number: usize| fs::write(ground.at("tree").join(number.to_string()), content(number, len_of_few_large(number)));
     (0..100).for_each(|number| write(number).unwrap());
     pack(&ground.at("d.tar.gz"), &ground.at("tree"), &[]);
-    let options = ["--deadlines-divisor", "5", "--no-rejoin", "--recovery-timeout", "20", "--capacity", "20MiB"];
+    let options = ["--deadlines-divisor", "5", "--no-rejoin", "--recovery-timeout", "20", "--capacity", capacity];
     let cluster = ground.up_rejoining(2, &[&options[..], more].concat());
     cluster.stage(&[&cluster.at("d.tar.gz")], "/dayfly/d");
     cluster
+}
+
+/// Reads these samples until three reads have failed, each of which takes a moment.
+fn errors_of_few_large(cluster: &Cluster, node: u16) -> Vec<String> {
+    let (view, len) = (cluster.view(node), len_of_few_large);
+    let error_of = |number: usize| {
+        let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+        let mut bytes = vec![0; len(number)];
+        let read = view.read_at(&file, 0, &mut bytes);
+        assert!(read.is_err() || bytes == content(number, len(number)), "file {number} on node {node}");
+        read.err().map(|error| format!("file {number} on node {node}: {error}"))
+    };
+    (0..100).filter_map(error_of).take(3).collect()
 }
 
 fn wait_until_taken_over(cluster: &Cluster, node: u16) {
@@ -425,19 +443,7 @@ fn a_new_server_gets_back_what_it_owns_although_another_node_is_lost_meanwhile()
 #[test]
 fn new_servers_get_back_what_they_own_although_their_drives_are_full_of_cached_blocks() {
     let cluster = session_of_few_large(&[]);
-    let len = len_of_few_large;
-    let errors = |node| -> Vec<String> {
-        let view = cluster.view(node);
-        let error_of = |number: usize| {
-            let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
-            let mut bytes = vec![0; len(number)];
-            let read = view.read_at(&file, 0, &mut bytes);
-            assert!(read.is_err() || bytes == content(number, len(number)), "file {number} on node {node}");
-            read.err().map(|error| format!("file {number} on node {node}: {error}"))
-        };
-        // Each takes a moment.
-        (0..100).filter_map(error_of).take(3).collect()
-    };
+    let errors = |node| errors_of_few_large(&cluster, node);
     let read_all = |node| assert_eq!(errors(node), Vec::<String>::new());
     let mut failed = 0;
     // In the end, the server that is left is new and has read nothing, so it has the other samples neither on its drive nor in memory.
@@ -457,6 +463,29 @@ fn new_servers_get_back_what_they_own_although_their_drives_are_full_of_cached_b
     (0..2).for_each(read_all);
     assert!(failed > 0, "there was room for all");
     cluster.down();
+}
+
+/// A new server has large samples in memory that its drive has no room for, when the other node is lost. There is still room for small
+/// ones, which nobody has.
+#[test]
+fn small_samples_are_read_again_although_large_ones_in_memory_have_no_room() {
+    for capacity in ["18MiB", "21MiB"] {
+        let cluster = session_with_room(capacity, &[]);
+        lose(&cluster, 0, 1);
+        wait_until_taken_over(&cluster, 1);
+        rejoin(&cluster, 1);
+        wait_until("it has its own again", || has_own(&cluster, 0));
+        let view = cluster.view(0);
+        for number in (0..100).filter(|&number| len_of_few_large(number) > 20_000) {
+            let file = view.open(format!("/dayfly/d/{number}").as_bytes()).unwrap();
+            view.read_at(&file, 0, &mut [0; 1]).unwrap();
+        }
+        lose(&cluster, 1, 0);
+        wait_until_taken_over(&cluster, 0);
+        let errors = errors_of_few_large(&cluster, 0);
+        assert!(errors.iter().all(|error| error.contains("no room to keep")), "with {capacity}: {errors:?}");
+        cluster.down();
+    }
 }
 
 /// Destroys all copies of many samples on the servers' drives.

@@ -204,21 +204,32 @@ impl Recovery {
                 false => rest = others,
                 // A stage-in has begun or ended meanwhile, so this says nothing about the room.
                 true if is_planned_again => {}
-                // There is no room for what the tar has either.
-                true => return Ok(ControlFlow::Break(Kept::of(dataset, &absent))),
+                // Large blocks may have no room while small ones, which nobody has, still do.
+                true => {
+                    let kept = Kept::of(dataset, &absent);
+                    if !self.has_room_for_more(&kept).await? {
+                        return Ok(ControlFlow::Break(kept));
+                    }
+                    rest = others;
+                }
             }
         }
         // Until then, no plan says which blocks there is room for.
         wait_while_paused(dataset).await;
         blocks.retain(|block| !dataset.is_local(*block) && dataset.is_selected(*block));
         self.make_room_for(dataset, &mut blocks).await;
-        if let Kept::Part { shortest } = Kept::of(dataset, &blocks) {
-            let store = self.store.clone();
-            if !self.blocking.run(move || store.has_room(shortest)).await? {
-                return Ok(ControlFlow::Break(Kept::Part { shortest }));
-            }
+        let kept = Kept::of(dataset, &blocks);
+        match self.has_room_for_more(&kept).await? {
+            true => Ok(ControlFlow::Continue(blocks)),
+            false => Ok(ControlFlow::Break(kept)),
         }
-        Ok(ControlFlow::Continue(blocks))
+    }
+
+    /// Returns whether the drives have room for the shortest block that they did not take.
+    async fn has_room_for_more(&self, kept: &Kept) -> Result<bool, JobLost> {
+        let Kept::Part { shortest } = *kept else { return Ok(true) };
+        let store = self.store.clone();
+        self.blocking.run(move || store.has_room(shortest)).await
     }
 
     async fn stream_blocks(
