@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use crate::harness::drive::SmallDrive;
 use crate::harness::samples::{content, dataset};
+use crate::harness::strace::Tracer;
 use crate::harness::{self, COMMAND_TIMEOUT, Cluster, Ground, output_of, pack, signal, wait_until};
 use dayfly_client::{Delivery, OnMissing, View};
 use dayfly_meta::id::{BlockId, NodeId};
@@ -150,6 +151,35 @@ fn another_node_reads_an_archive_again_if_the_first_is_lost() {
         lose(&cluster, streamer, 0);
         read_all(&cluster, 0);
         reader.join().unwrap();
+    });
+    end_from(&cluster, 0);
+}
+
+/// A node that has just read a tar again for one lost node hears of a second one. Until it has divided its room again, it does not know
+/// which blocks of that node it is to hold.
+#[test]
+fn reads_wait_when_a_second_node_is_lost_just_after_a_tar_was_read_again_for_the_first() {
+    if !harness::strace::is_possible() {
+        return;
+    }
+    let cluster = session(&[]);
+    stage(&cluster, "tar.gz");
+    lose(&cluster, 3, 0);
+    wait_until_recovered(&cluster, 0);
+    // Each look at a drive takes a second.
+    let slow =
+        |node| Tracer::inject(cluster.pids()[&node], &[("statfs,fstatfs", "delay_enter=1000000")], cluster.work.path()).unwrap();
+    let tracers = [0, 1].map(slow);
+    cluster.kill(2);
+    std::thread::scope(|scope| {
+        for (node, part) in [0, 1].into_iter().flat_map(|node| (0..4).map(move |part| (node, part))) {
+            let view = cluster.view(node);
+            let read = move |number| read(&view, number).unwrap_or_else(|error| panic!("file {number} on node {node}: {error}"));
+            scope.spawn(move || (part..FILES).step_by(4).for_each(read));
+        }
+        wait_until("node 2 is lost", || status(&cluster, 0)["nodes"][2]["lost_for_ms"].is_u64());
+        std::thread::sleep(Duration::from_secs(2));
+        drop(tracers);
     });
     end_from(&cluster, 0);
 }

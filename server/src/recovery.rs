@@ -206,7 +206,8 @@ impl Recovery {
     /// Follows the roster until the session ends.
     pub(crate) async fn run(self) {
         let mut roster = self.peers.roster_changes();
-        let mut lost = roster.current().lost();
+        let mut now = roster.current();
+        let mut lost = now.lost();
         let (reading, streaming) = (self.rate > 0, !self.timeout.is_zero());
         self.begin_anew(&lost);
         loop {
@@ -217,7 +218,7 @@ impl Recovery {
                 }
                 let count = if reading { self.store.datasets().len() } else { 0 };
                 self.progress.begin(count, if streaming { count } else { 0 });
-                tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(&lost)));
+                tokio::join!(only_if(reading, self.recover(&lost)), only_if(streaming, self.stream_all(now.epoch(), &lost)));
             };
             tokio::select! {
                 biased;
@@ -225,11 +226,11 @@ impl Recovery {
                 () = recovering => {}
                 () = self.keep_until_refilled() => {}
             }
-            let now_lost = roster.current().lost();
-            if now_lost == lost {
+            now = roster.current();
+            if now.lost() == lost {
                 continue;
             }
-            lost = now_lost;
+            lost = now.lost();
             self.begin_anew(&lost);
             if let Err(error) = self.room.plan_cache().await {
                 tracing::warn!(%error, "cannot plan again which blocks this node caches after the members have changed");

@@ -7,7 +7,7 @@
 //! This module keeps the state of both sides. `recovery` unpacks.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -84,6 +84,8 @@ pub(crate) enum Late {
 pub(crate) struct Streams {
     /// On the streamer.
     work: Mutex<HashMap<SourceKey, Work>>,
+    /// The epoch of the roster whose lost nodes recovery knows, and has divided the room for.
+    epoch: AtomicU32,
     demanded: Notify,
     /// On a reader's node.
     waits: Mutex<HashMap<SourceKey, Wait>>,
@@ -99,15 +101,18 @@ impl Streams {
         self.waits.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets what has become of sources, because the members have changed.
-    pub(crate) fn forget_work(&self) {
-        self.work().retain(|_, work| matches!(work, Work::Demanded));
+    /// Forgets what has become of sources, because the members have changed. `epoch` is that of their roster.
+    pub(crate) fn begin_epoch(&self, epoch: u32) {
+        let mut all = self.work();
+        all.retain(|_, work| matches!(work, Work::Demanded));
+        self.epoch.store(epoch, Ordering::Relaxed);
     }
 
-    /// Records that a reader wants a block of a source that this node lacks. `plan` is the plan of the cache that is in force, and
-    /// `is_selected` says whether it has room for the block.
-    fn demand(&self, key: SourceKey, plan: u64, is_selected: bool) -> Late {
+    /// Records that a reader wants a block of a source that this node lacks. `epoch` is that of the roster, `plan` is the plan of the
+    /// cache that is in force, and `is_selected` says whether it has room for the block.
+    fn demand(&self, key: SourceKey, epoch: u32, plan: u64, is_selected: bool) -> Late {
         let mut all = self.work();
+        let is_behind = self.epoch.load(Ordering::Relaxed) != epoch;
         if all.len() >= STREAMS_MAX && !all.contains_key(&key) {
             return Late::Wait;
         }
@@ -115,6 +120,8 @@ impl Streams {
         match work {
             Work::Demanded => {}
             Work::Running { is_demanded } => *is_demanded = true,
+            // The node that owns the block may have been lost since then.
+            _ if is_behind => *work = Work::Demanded,
             Work::Done { plan: old, .. } if *old != plan => *work = Work::Demanded,
             Work::Done { at, .. } | Work::NoRoom { at, .. } | Work::Failed { at, .. } if at.elapsed() > RECOVERY_PAUSE_MIN => {
                 *work = Work::Demanded;
@@ -267,12 +274,13 @@ impl Fetcher {
 
     /// Returns what to say about a block of a compressed tar that this node is to read in place of its owner, and lacks.
     pub(super) fn late(&self, dataset: &Dataset, chunk: Chunk) -> Late {
+        let roster = self.peers.roster();
         // As long as the owner only does not answer somebody, it may come back.
-        if !dataset.is_to_come_back(chunk.block) && !dataset.takes_over(chunk.block, &self.peers.roster().lost()) {
+        if !dataset.is_to_come_back(chunk.block) && !dataset.takes_over(chunk.block, &roster.lost()) {
             return Late::Wait;
         }
         let (plan, is_selected) = (dataset.cached_blocks().plan(), dataset.is_selected(chunk.block));
-        self.streams.demand(Self::source_key(dataset, chunk), plan, is_selected)
+        self.streams.demand(Self::source_key(dataset, chunk), roster.epoch(), plan, is_selected)
     }
 }
 
@@ -285,7 +293,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn the_streamer_answers_late_until_it_is_done_and_tries_again_after_a_while() {
         let streams = Streams::default();
-        let demand = || streams.demand(KEY, 1, true);
+        let demand = || streams.demand(KEY, 0, 1, true);
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
         streams.begin(KEY);
         assert_eq!((demand(), streams.next_demand(), streams.is_demanded(KEY)), (Late::Wait, None, true));
@@ -295,15 +303,22 @@ mod tests {
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
         streams.end(KEY, StreamEnd::Done { plan: 1 });
         assert!(matches!(demand(), Late::Failed(_)), "it has not kept the block");
-        streams.forget_work();
-        assert_eq!(demand(), Late::Wait, "other members are lost now");
+        assert_eq!(streams.demand(KEY, 1, 1, true), Late::Wait, "other members are lost now");
+        streams.end(KEY, StreamEnd::Done { plan: 1 });
+        assert_eq!(streams.demand(KEY, 1, 1, true), Late::Wait, "recovery still reads for those that were lost before");
+        streams.begin_epoch(1);
+        assert_eq!(streams.next_demand(), Some(KEY));
+        let demand = || streams.demand(KEY, 1, 1, true);
+        assert_eq!(demand(), Late::Wait);
+        streams.end(KEY, StreamEnd::Done { plan: 1 });
+        assert!(matches!(demand(), Late::Failed(_)), "it has not kept the block");
         streams.end(KEY, StreamEnd::Done { plan: 0 });
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "the room has been divided again");
         streams.end(KEY, StreamEnd::Paused);
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)), "a stage-in has begun");
         streams.end(KEY, StreamEnd::NoRoom { is_for_all: false });
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, None), "others may make room");
-        assert!(matches!(streams.demand(KEY, 1, false), Late::Failed(_)), "our own capacity has no room for this block");
+        assert!(matches!(streams.demand(KEY, 1, 1, false), Late::Failed(_)), "our own capacity has no room for this block");
         tokio::time::advance(RECOVERY_PAUSE_MIN * 2).await;
         assert_eq!((demand(), streams.next_demand()), (Late::Wait, Some(KEY)));
     }

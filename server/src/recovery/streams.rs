@@ -58,9 +58,9 @@ async fn wait_while_paused(dataset: &Dataset) {
 
 impl Recovery {
     /// Reads the compressed tars again from which this node is to hold blocks. Runs until it is dropped.
-    pub(super) async fn stream_all(&self, lost: &NodeSet) {
+    pub(super) async fn stream_all(&self, epoch: u32, lost: &NodeSet) {
         let streams = self.fetcher.streams();
-        streams.forget_work();
+        streams.begin_epoch(epoch);
         let mut pace = Pace::new(self.rate.max(1));
         let mut pause = RECOVERY_PAUSE_MIN;
         loop {
