@@ -23,6 +23,7 @@ fn content(number: usize) -> Vec<u8> {
     vec![number as u8; 1000 + number * 3]
 }
 
+/// Returns a folder with the files in `d`. Making them takes seconds.
 fn ground() -> Ground {
     let ground = Ground::new();
     fs::create_dir(ground.at("d")).unwrap();
@@ -36,13 +37,14 @@ fn ground() -> Ground {
 /// is lost that was asked for the stage-in, the
 /// stage-in is canceled."
 fn a_server_killed_during_stage_in_ends_it_only_where_it_was_asked_for() {
-    let mut hits = 0;
+    let (mut hits, files) = (0, ground());
     for round in 0..9_u64 {
-        let cluster = ground().up_with(3, &["--deadlines-divisor", "5"]);
+        let cluster = Ground::new().up_with(3, &["--deadlines-divisor", "5"]);
         // Each node receives the request in turn, and each node is killed in turn.
         let asked = (round / 3) as u16;
         let mut command = cluster.dayfly();
-        command.args(["stage-in", "--max-rate", "8M", "d", "/dayfly/d"]).env("DAYFLY_NODE", asked.to_string());
+        command.args(["stage-in", "--max-rate", "8M"]).arg(files.at("d")).arg("/dayfly/d");
+        command.env("DAYFLY_NODE", asked.to_string());
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         std::thread::sleep(Duration::from_millis(50 + round * 70));
         let was_done = child.try_wait().unwrap().is_some();
