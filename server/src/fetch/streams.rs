@@ -249,7 +249,10 @@ impl Fetcher {
             let late = match self.streams.wait(key, self.recovery_timeout) {
                 None if is_own => {
                     let late = self.late(dataset, chunk);
-                    self.streams.note_late(key);
+                    // Only one reader would learn in each pause that there is no room. The others would wait for nothing.
+                    if late == Late::Wait {
+                        self.streams.note_late(key);
+                    }
                     late
                 }
                 None => return true,
