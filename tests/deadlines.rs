@@ -24,7 +24,7 @@ const SLACK: Duration = Duration::from_secs(8);
 const JOBS: usize = 4;
 /// If this variable is set, as in `.ci/long`, all rows run. Otherwise a third of them do: the first row of each request, of each
 /// fault of another node, and of each outcome.
-const ALL_ROWS: &str = "DAYFLY_TEST_ALL_DEADLINES";
+const ALL_ROWS: &str = "DAYFLY_TEST_ALL_ROWS";
 
 /// System calls that wait for a drive.
 const DRIVE_WAITS: &str = "pread64,pwritev,pwritev2,pwrite64,fdatasync,sync_file_range";

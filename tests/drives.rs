@@ -174,6 +174,7 @@ fn blocks_of_healthy_nodes_are_read_while_a_drive_hangs() {
                                 hung.lock().unwrap().insert(number);
                             }
                         }
+                        std::thread::sleep(Duration::from_millis(20));
                     }
                 }
             });

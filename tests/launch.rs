@@ -8,7 +8,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use crate::harness::hosts::Hosts;
-use crate::harness::{self, Ground, signal, text, wait_for, wait_until};
+use crate::harness::{self, Ground, first_rows, signal, text, wait_for, wait_until};
 use dayfly_meta::deadlines::Deadlines;
 use dayfly_meta::limits::TREE_WIDTH;
 use nix::sys::signal::Signal;
@@ -137,7 +137,7 @@ fn a_server_that_fails_to_start_reports_why() {
 /// behind: if the supervisor is killed, has exited or is cut off for 90 s, its servers exit."
 #[test]
 fn a_session_lives_as_long_as_its_supervisor_sends_heartbeats() {
-    for tree in [&[][..], &["--lease-tree-width", "1"]] {
+    for &tree in first_rows(1, &[&["--lease-tree-width", "1"][..], &[]]) {
         let cluster = Ground::new().up_with(2, &[&["--deadlines-divisor", "10"][..], tree].concat());
         let lease = Deadlines::DEFAULT.scaled(10).lease;
         let (supervisor, servers) = (cluster.location().supervisor().unwrap(), cluster.pids());

@@ -63,7 +63,7 @@ fn a_launcher_that_hangs_or_floods_ends_in_time_and_with_advice() {
     assert!(message.contains("'ssh' ended without a message (exit status: 255); check that 'ssh"), "{message}");
     // The launcher's output is shown if the start takes long.
     hosts.stand_in("ssh", "exec yes junk");
-    let message = fails(&["--start-timeout", "10"]);
+    let message = fails(&["--start-timeout", "3"]);
     assert!(message.contains("'ssh' writes more than 100 lines"), "{message}");
     assert!(message.lines().count() < 1000, "{} lines", message.lines().count());
     hosts.0.assert_clean();

@@ -535,7 +535,7 @@ fn a_client_can_send_while_the_server_blocks_on_sending_to_it() {
 /// can."
 #[test]
 fn clients_stopped_at_random_continue_and_see_no_wrong_byte() {
-    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(12, |seconds| seconds.parse().unwrap());
+    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(8, |seconds| seconds.parse().unwrap());
     let lens: Vec<usize> = (0..500).map(|number| 10 + number * number * 7 % 200_000).collect();
     let cluster = session(2, &["--memory", &ARENA_LEN_MIN.to_string()], &lens);
     cluster.ok(&["tune", "--cache", "off"]);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::harness::samples::content;
 use crate::harness::strace::Tracer;
-use crate::harness::{self, Cluster, Ground, pack, signal, text, wait_until};
+use crate::harness::{self, Cluster, Ground, first_rows, pack, signal, text, wait_until};
 use nix::sys::signal::Signal;
 
 const FILES: usize = 400;
@@ -27,12 +27,16 @@ fn session() -> Cluster {
 }
 
 fn session_with(options: &[&str]) -> Cluster {
+    session_of(4, options)
+}
+
+fn session_of(nodes: u16, options: &[&str]) -> Cluster {
     let ground = Ground::new();
     fs::create_dir(ground.at("tree")).unwrap();
     (0..FILES).for_each(|number| fs::write(ground.at(format!("tree/{number}")), content(number, len(number))).unwrap());
     pack(&ground.at("a.tar"), &ground.at("tree"), &[]);
     pack(&ground.at("a.tar.gz"), &ground.at("tree"), &[]);
-    ground.up_with(4, options)
+    ground.up_with(nodes, options)
 }
 
 /// Reads all files of a dataset on a node.
@@ -107,7 +111,8 @@ impl SlowStageIn {
 /// the supervisor and has not dialed again within 2 s. `status` says which nodes are lost, and for how long."
 #[test]
 fn a_server_that_stood_still_returns_with_its_blocks() {
-    for (options, stopped, others) in [(&QUICK[..], 3, [0, 1, 2]), (&ALONG_A_TREE, 0, [1, 2, 3]), (&ALONG_A_TREE, 1, [0, 2, 3])] {
+    let rows = [(&ALONG_A_TREE[..], 0, [1, 2, 3]), (&QUICK, 3, [0, 1, 2]), (&ALONG_A_TREE, 1, [0, 2, 3])];
+    for &(options, stopped, others) in first_rows(1, &rows) {
         let cluster = session_with(options);
         cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
         let (pid, asked) = (cluster.pids()[&stopped], others[0]);
@@ -152,7 +157,7 @@ fn verify_names_lost_servers_and_does_not_wait_for_those_that_stand_still() {
     let cluster = session();
     cluster.stage(&[&cluster.at("a.tar")], "/dayfly/d");
     // Node 0 is the one that commands ask by default.
-    for (stopped, how) in [(0, Signal::SIGSTOP), (3, Signal::SIGSTOP), (1, Signal::SIGKILL)] {
+    for &(stopped, how) in first_rows(2, &[(0, Signal::SIGSTOP), (1, Signal::SIGKILL), (3, Signal::SIGSTOP)]) {
         let pid = cluster.pids()[&stopped];
         signal(pid, how);
         let others = || (0..4).filter(|&node| node != stopped);
@@ -228,7 +233,7 @@ fn a_server_that_returns_shows_what_the_others_show() {
 /// line, and succeeds."
 #[test]
 fn a_stage_in_goes_on_when_a_server_is_lost() {
-    for source in ["a.tar", "tree"] {
+    for source in first_rows(1, &["a.tar", "tree"]) {
         let cluster = session();
         let stage_in = SlowStageIn::begin(&cluster, source, 1, "/dayfly/d");
         cluster.kill(3);
@@ -251,7 +256,7 @@ fn samples(cluster: &Cluster) -> u64 {
 /// begins again on the nodes that are left, up to the moment when its dataset appears."
 #[test]
 fn a_stage_in_begins_again_when_its_coordinator_is_lost() {
-    for (source, lost) in [("a.tar", 0), ("a.tar.gz", 0), ("a.tar.gz", 2)] {
+    for &(source, lost) in first_rows(2, &[("a.tar", 0), ("a.tar.gz", 2), ("a.tar.gz", 0)]) {
         let cluster = session();
         let stage_in = SlowStageIn::begin(&cluster, source, 1, "/dayfly/d");
         cluster.kill(lost);
@@ -379,7 +384,7 @@ fn the_command_of_run_may_end_the_session_itself() {
     let kill = format!("{find} kill -9 $server; sleep 0.5; ");
     // A server that stands still does not hear that the others end, and is killed.
     let stop = format!("{find} kill -STOP $server; ");
-    for before in ["", &kill, &stop] {
+    for before in first_rows(2, &[&kill[..], &stop, ""]) {
         let script = format!("{before}dayfly down && sleep 4 && echo after && exit 7");
         let output = ground.output(&["run", "--local", "3", "--", "sh", "-c", &script]);
         let (shown, message) = (text(&output.stdout), text(&output.stderr));
@@ -406,16 +411,16 @@ fn a_silent_server_ends_if_nobody_is_left_to_learn_from() {
 /// SEMANTICS: "A server whose process runs while its runtime does nothing for `--lost-after` is deadlocked, and ends itself."
 #[test]
 fn a_server_whose_runtime_is_deadlocked_ends_itself() {
-    let cluster = session();
+    let cluster = session_of(2, &QUICK);
     cluster.stage(&[&cluster.at("a.tar")], "/dayfly/a");
-    let log = cluster.folder().join("node-2.log");
+    let log = cluster.folder().join("node-1.log");
     // The runtime's threads do not return from their wait for events. Other threads do not make this call.
     let waits = [("epoll_wait,epoll_pwait", "delay_exit=600000000")];
-    let tracer = Tracer::inject(cluster.pids()[&2], &waits, cluster.work.path()).unwrap();
+    let tracer = Tracer::inject(cluster.pids()[&1], &waits, cluster.work.path()).unwrap();
     wait_until("the server finds that", || fs::read_to_string(&log).unwrap().contains("its runtime has made no turn for 10 s"));
     // The tracer holds threads that it delays, even while their process ends.
     drop(tracer);
-    wait_until("the server ends", || !cluster.pids().contains_key(&2));
+    wait_until("the server ends", || !cluster.pids().contains_key(&1));
     read_all(&cluster, 0, "a");
     cluster.down();
 }

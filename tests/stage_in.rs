@@ -91,7 +91,7 @@ fn as_zipped(mut tree: harness::Tree) -> harness::Tree {
 /// SEMANTICS: "A file with a zip's name may begin with something else, as self-extracting zips do, if it ends as a zip."
 fn every_format_comes_out_as_it_went_in() {
     let ground = Ground::new();
-    make_tree(&ground.at("tree"), 400);
+    make_tree(&ground.at("tree"), 170);
     let endings = ["tar", "tar.gz", "tar.bz2", "tar.xz", "tar.zst", "tar.lz4"];
     for ending in endings {
         pack(&ground.at(format!("a.{ending}")), &ground.at("tree"), &["--format=pax"]);
@@ -171,7 +171,7 @@ const IN_PARTS: [(&str, &str); 7] = [
 /// them."
 fn archives_of_parallel_packers_come_out_as_they_went_in() {
     let ground = Ground::new();
-    make_tree(&ground.at("tree"), 300);
+    make_tree(&ground.at("tree"), 170);
     pack(&ground.at("a.tar"), &ground.at("tree"), &["--format=pax"]);
     let expected = read_tree(&ground.at("tree"));
     let cluster = ground.up(2);
@@ -180,7 +180,7 @@ fn archives_of_parallel_packers_come_out_as_they_went_in() {
         if !harness::is_installed(program) {
             continue;
         }
-        let script = format!("(head -c 10000000 | {command}; {command}) < a.tar > {number}.{ending}");
+        let script = format!("(head -c 5000000 | {command}; {command}) < a.tar > {number}.{ending}");
         let packed = harness::program("bash").args(["-ec", &script]).current_dir(cluster.work.path()).output().unwrap();
         assert!(packed.status.success(), "{command}: {}", text(&packed.stderr));
         let target = format!("/dayfly/p{number}");

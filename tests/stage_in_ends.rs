@@ -15,7 +15,6 @@ harness::with_few_and_many_workers! {
     an_interrupted_stage_in_reports_that_nothing_was_staged_in,
     a_stage_in_reports_the_end_of_its_session,
     a_file_whose_size_differs_from_its_metadata_is_an_error,
-    too_many_directories_or_hard_links_are_an_error,
     samples_that_are_archives_give_a_hint,
     a_tar_that_follows_another_one_in_its_file_is_left_out_with_a_warning,
     a_stage_in_that_stands_still_ends_and_names_what_it_waits_for,
@@ -290,6 +289,7 @@ fn a_file_whose_size_differs_from_its_metadata_is_an_error() {
 /// as many as --max-directories allows. More directories are an error."
 /// SEMANTICS: "Hard links are resolved within a stage-in's share of `--stage-in-memory`. More hard
 /// links than fit there are an error."
+#[test]
 fn too_many_directories_or_hard_links_are_an_error() {
     let ground = Ground::new();
     fs::create_dir_all(ground.at("t")).unwrap();

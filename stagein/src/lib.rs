@@ -145,6 +145,8 @@
 //! ```
 
 pub mod error;
+#[cfg(test)]
+mod memory_file;
 pub mod origin;
 pub mod path_conflicts;
 pub mod pipeline;

@@ -256,7 +256,7 @@ impl Run {
         {
             (*stage_in, *ended) = (None, Some(end));
         }
-        std::thread::sleep(Duration::from_millis(10));
+        std::thread::sleep(Duration::from_millis(20));
         Ok(())
     }
 

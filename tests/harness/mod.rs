@@ -52,12 +52,19 @@ thread_local! {
 
 /// Runs a test with few (`which` 0) or many (1) stage-in workers per server: 1 and 7, or the two numbers in
 /// `DAYFLY_TEST_STAGE_IN_WORKERS`.
-pub(crate) fn with_workers(which: usize, test: fn()) {
+pub(crate) fn with_workers<R>(which: usize, test: impl FnOnce() -> R) -> R {
     let wanted = std::env::var("DAYFLY_TEST_STAGE_IN_WORKERS").unwrap_or_else(|_| "1,7".to_owned());
     let counts: Vec<u16> = wanted.split(',').map(|count| count.parse().expect("a number of workers")).collect();
     WORKERS.set(Some(counts[which]));
-    test();
+    let result = test();
     WORKERS.set(None);
+    result
+}
+
+/// Returns those rows of a table that a test runs: all with `DAYFLY_TEST_ALL_ROWS`, as in `.ci/long`, or else the first so many. For
+/// tables whose rows take long and have much in common.
+pub(crate) fn first_rows<T>(count: usize, rows: &[T]) -> &[T] {
+    if std::env::var_os("DAYFLY_TEST_ALL_ROWS").is_some() { rows } else { &rows[..count] }
 }
 
 /// The time limit of any command in a test. A command that takes longer is assumed to hang.
@@ -362,10 +369,12 @@ pub(crate) fn assert_within(limit: Duration, start: Instant) {
 
 #[track_caller]
 pub(crate) fn wait_until(what: &str, condition: impl Fn() -> bool) {
-    let start = Instant::now();
+    let (start, mut pause) = (Instant::now(), Duration::from_millis(2));
     while !condition() {
         assert!(start.elapsed() < HANG_GUARD + witness::lateness_since(start), "waited in vain until {what}");
-        std::thread::sleep(Duration::from_millis(2));
+        std::thread::sleep(pause);
+        // Most conditions start a command, which takes longer than the first pauses.
+        pause = (pause * 5 / 4).min(Duration::from_millis(50));
     }
 }
 

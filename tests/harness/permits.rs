@@ -1,4 +1,4 @@
-//! Bounds the load: all test processes of this user together run at most four servers per core.
+//! Bounds the load: all test processes of this user together run at most six servers per core.
 //!
 //! A session takes a permit for each of its servers before it starts, and returns them when it has ended. Permits are locked files, so
 //! a process that is killed returns its permits, too. A session that is larger than the bound takes all permits.
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::geteuid;
 
-const SERVERS_PER_CORE: usize = 4;
+const SERVERS_PER_CORE: usize = 6;
 /// How long a session waits for permits.
 const WAIT_MAX: Duration = Duration::from_secs(180);
 const LOOK_INTERVAL: Duration = Duration::from_millis(20);

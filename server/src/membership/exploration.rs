@@ -4,8 +4,8 @@
 //! world around them, and the few lines with which the supervisor's lease, a server's follower, the coordinator and a node's part of a
 //! stage-in use them. Node 0 has prepared one stage-in on all nodes, and commits it.
 //!
-//! All orders of up to three faults are explored to their end: 88,759 states with two faults, 3,905,487 with three (about 40 s of
-//! processor time). A fault is a killed server, one that stands still, a control channel that is cut, or a reply that is lost with the
+//! All orders of up to two faults are explored to their end, 88,759 states; with `DAYFLY_TEST_ALL_ROWS`, as in `.ci/long`, of up to
+//! three, 3,957,326 states, which take about 40 s of processor time. A fault is a killed server, one that stands still, a control channel that is cut, or a reply that is lost with the
 //! link between two nodes. `model/reductions.rs` says what is left out, and why.
 //!
 //! Not covered: a report that aborts what a successor settled, and more than one stage-in. What was published is gone if all members
@@ -103,8 +103,10 @@ impl Rules {
 
 /// SEMANTICS: "When `stage-in` returns, the dataset is visible on every node."
 #[test]
-fn no_order_of_three_faults_makes_members_differ() {
-    for faults in [2, 3] {
+fn no_order_of_faults_makes_members_differ() {
+    // Three faults have 45 times as many states as two.
+    let most = if std::env::var_os("DAYFLY_TEST_ALL_ROWS").is_some() { 3 } else { 2 };
+    for faults in 1..=most {
         let start = std::time::Instant::now();
         let (failures, states) = Rules::new(faults).explore();
         eprintln!("{faults} faults: {states} states in {:.1} s", start.elapsed().as_secs_f64());

@@ -1,6 +1,7 @@
 //! Tests of sources that changed after the stage-in, and of file systems that fail.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
+use std::sync::LazyLock;
 
 use nix::errno::Errno;
 use rand::rngs::StdRng;
@@ -9,15 +10,23 @@ use rand::{Rng, SeedableRng};
 use super::*;
 use crate::source::plain::version_of;
 
+/// A zip with the file of the other kinds of sources. Starting Python takes longer than each of the tests.
+static ZIP: LazyLock<Vec<u8>> = LazyLock::new(|| {
+    let folder = tempfile::tempdir().unwrap();
+    let write = "import zipfile; z = zipfile.ZipFile('a.zip', 'w', 8); z.write('file', 'sub/file'); z.close()";
+    shell(folder.path(), &format!("seq 3000 > file; python3 -c \"{write}\""));
+    fs::read(folder.path().join("a.zip")).unwrap()
+});
+
 /// A folder with the same file in each kind of source.
 fn sources() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     shell(
         folder.path(),
         "mkdir tree tree/sub; seq 3000 > tree/sub/file; truncate -s 1M tree/holes; echo end >> tree/holes; cp tree/sub/file single
-         tar -cSf a.tar tree
-         python3 -c \"import zipfile; z = zipfile.ZipFile('a.zip', 'w', 8); z.write('tree/sub/file', 'sub/file'); z.close()\"",
+         tar -cSf a.tar tree",
     );
+    fs::write(folder.path().join("a.zip"), &*ZIP).unwrap();
     folder
 }
 

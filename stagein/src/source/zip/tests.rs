@@ -1,15 +1,15 @@
 //! Tests of the zip reader with archives from Python, and with damaged ones.
 
-use std::io::{Read, Write};
+use std::io::Read;
 use std::sync::Arc;
 
 use super::*;
+use crate::memory_file::file_with;
 use crate::source::plain::PlainReader;
 
 /// Returns the name, kind and bytes of each member.
 fn read_all(bytes: &[u8]) -> Result<Vec<(String, ZipKind, Vec<u8>)>, ZipError> {
-    let mut file = tempfile::tempfile().unwrap();
-    file.write_all(bytes).unwrap();
+    let file = file_with(bytes);
     let mut found = Vec::new();
     parts::<ZipError>(&file, &mut |part, shift| {
         for record in Record::read_all(&part.records, part.offset, shift)? {
