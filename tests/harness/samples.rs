@@ -74,7 +74,7 @@ pub(crate) fn count(value: &serde_json::Value) -> u64 {
 /// Asserts that, after a short wait, no node has a lease or a waiting request left.
 pub(crate) fn assert_accounts_are_settled(cluster: &Cluster) {
     wait_until("all leases have ended", || {
-        let status = cluster.status();
+        let status = cluster.status_on(0);
         let nodes = status["nodes"].as_array().unwrap();
         nodes.iter().all(|node| ["leases", "asking", "queued"].iter().all(|account| node[account] == 0))
     });
