@@ -239,7 +239,7 @@ fn samples_that_make_way_while_they_are_copied_are_read_again() {
             });
         }
         let view = cluster.view(0);
-        for _ in 0..4 {
+        for _ in 0..2 {
             cluster.ok(&["tune", "--cache", "all"]);
             let deadline = Instant::now() + Duration::from_secs(8);
             while !numbers(&view, lens.len(), false).is_empty() && Instant::now() < deadline {
@@ -456,7 +456,7 @@ fn leases_end_with_their_process_even_if_a_child_inherited_its_connections() {
 /// SEMANTICS: "The server revokes the leases of a process that has exited, however it exited."
 #[test]
 fn clients_killed_at_random_leave_no_lease_and_see_no_wrong_byte() {
-    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(6, |seconds| seconds.parse().unwrap());
+    let seconds = std::env::var("DAYFLY_TEST_STRESS_SECONDS").map_or(4, |seconds| seconds.parse().unwrap());
     let lens: Vec<usize> = (0..600).map(|number| 10 + number * number * 7 % 90_000).chain([6 << 20; 4]).collect();
     let memory = (4 * ARENA_LEN_MIN).to_string();
     let cluster = session(3, &["--memory", &memory], &lens);
